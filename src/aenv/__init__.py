@@ -1,0 +1,3 @@
+"""AgentENV: reinforcement-learning environments for AI agents as forkable microVMs."""
+
+__version__ = "0.1.0"

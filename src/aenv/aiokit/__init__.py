@@ -1,0 +1,1 @@
+"""Supervised tasks and graceful stop on asyncio. Knows nothing of sandboxes."""

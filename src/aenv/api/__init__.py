@@ -1,0 +1,1 @@
+"""HTTP: E2B-compatible and native routes, authentication, the error table. Decides nothing."""

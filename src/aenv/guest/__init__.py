@@ -1,0 +1,1 @@
+"""What runs inside the microVM, seen from the host: envd client, kernel, initramfs and base image."""

@@ -1,0 +1,1 @@
+"""Records of captured computers (templates, snapshots, pauses, forks) and the layers they hold."""

@@ -1,0 +1,1 @@
+"""Building templates out of base images by running sandboxes."""

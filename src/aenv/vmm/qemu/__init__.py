@@ -1,0 +1,1 @@
+"""QEMU (microvm machine, KVM or TCG) as a driver of the VMM contract."""
