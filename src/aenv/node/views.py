@@ -5,6 +5,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from aenv.ids import SandboxId, SnapshotId
+from aenv.network.policy import NetworkPolicy
 
 
 class PublicState(StrEnum):
@@ -15,15 +16,6 @@ class PublicState(StrEnum):
 class OnTimeout(StrEnum):
     PAUSE = "pause"
     KILL = "kill"
-
-
-@dataclass(frozen=True)
-class NetworkPolicy:
-    """Egress of one sandbox. CIDRs in text form; an allowed one wins over a denied one; the node's denied_cidrs win over both."""
-
-    internet: bool = True
-    allow_out: tuple[str, ...] = ()
-    deny_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
