@@ -183,6 +183,10 @@ class Vm(Protocol):
 class Successor(Protocol):
     """A process started beside its VM, waiting for the VM's state."""
 
+    @property
+    def record(self) -> VmRecord:
+        """For adoption after a server crash: SandboxLost until it has taken over."""
+
     async def take_over(self, state: bytes) -> Vm:
         """Load `state` and run. The predecessor must be suspended, the memory image complete. On failure the successor is gone and the predecessor as it was."""
 
@@ -212,7 +216,10 @@ class Driver(Protocol):
         """
 
     async def adopt(self, record: VmRecord) -> Vm:
-        """Take over a VM that another server process started. Raises: SandboxLost when it is gone or is another process."""
+        """Take over a VM that another server process started.
+
+        Raises: SandboxLost when it is gone, is another process, or is a successor that never took over.
+        """
 
     def check(self, manifest: Manifest) -> None:
         """Raises: IncompatibleSnapshot when a state with this manifest cannot be restored here, saying which field and why."""

@@ -1,0 +1,159 @@
+"""Capturing a running machine: freeze, stop, save, seal; then it is released, goes on in a successor, or goes on in place.
+
+Order and reasons are the design's: user processes are frozen from before the stop until after `init`, the disk is sealed only after the VMM has drained
+its I/O, and until the capture is whole every failure leads back to the machine running as before.
+"""
+
+import asyncio
+import hashlib
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import structlog
+
+from aenv.clock import Clock
+from aenv.errors import AenvError, GuestUnresponsive, SandboxLost
+from aenv.guest.client import InitRequest
+from aenv.ids import LayerId
+from aenv.node.machine import Capture, Machine
+from aenv.node.machines import MIB, Machines, _new_machine_id, memory_image
+from aenv.vmm.contract import CaptureKind, ProcessMemory, SavedVm
+
+log = structlog.get_logger(__name__)
+
+
+class Capturer:
+    """Captures machines of one node. New layers are held by the `holder` given; whoever gave it releases it."""
+
+    def __init__(self, machines: Machines, clock: Clock) -> None:
+        self._machines = machines
+        self._clock = clock
+
+    async def capture_and_stop(self, machine: Machine, *, holder: str, require_healthy_guest: bool = False) -> Capture:
+        """Capture; the machine stays suspended, to be released or to go on through `roll_back`.
+
+        Raises: GuestUnresponsive, OperationFailed, StorageFull: it runs on. SandboxLost: it is gone.
+        """
+        frozen = await self._freeze(machine, required=require_healthy_guest)
+        started = self._clock.monotonic_s()
+        try:
+            layers, state = await self._capture(machine, holder)
+        except BaseException:
+            await self.roll_back(machine)
+            raise
+        return self._result(machine, layers, state, frozen=frozen, stopped_s=self._clock.monotonic_s() - started)
+
+    async def capture_and_continue(
+        self, machine: Machine, *, holder: str, persist: Callable[[], Awaitable[None]], require_healthy_guest: bool = False
+    ) -> Capture:
+        """Capture; the machine goes on at once, in place or in a successor, as its VMM can.
+
+        `persist` is awaited once the successor is known and before it may take over, so that a crash in between is survived.
+
+        Raises: as `capture_and_stop`.
+        """
+        if self._machines.driver.capture_kind is CaptureKind.TRACKING:
+            capture = await self.capture_and_stop(machine, holder=holder, require_healthy_guest=require_healthy_guest)
+            await self.roll_back(machine)
+            return capture
+        machines, successor_id = self._machines, _new_machine_id()
+        async with AsyncExitStack() as undo:
+            workdir = await undo.enter_async_context(machines.workdir(successor_id, machine.owner, machine.slot))
+            image = machines.memory(successor_id, machine.shape, (), machine.slot, machine.owner, pending=True)
+            memory = await undo.enter_async_context(image)
+            spec = machines.spec(successor_id, workdir, machine.shape, memory, machine.disk_path, machine.slot)
+            successor = await machines.driver.prepare_successor(machine.vm, spec)
+            undo.push_async_callback(successor.discard)
+            machine.successor = successor.record
+            undo.callback(setattr, machine, "successor", None)
+            await persist()
+            frozen = await self._freeze(machine, required=require_healthy_guest)
+            started = self._clock.monotonic_s()
+            try:
+                layers, state = await self._capture(machine, holder)
+                await machines.storage.complete_image(memory_image(successor_id), machines.layers.paths(layers))
+                vm = await successor.take_over(state)
+            except BaseException:
+                await self.roll_back(machine)
+                raise
+            stopped_s = self._clock.monotonic_s() - started
+            undo.pop_all()
+        predecessor, predecessor_id = machine.vm, machine.id
+        machine.vm, machine.id, machine.successor, machine.memory_layers = vm, successor_id, None, layers
+        capture = self._result(machine, layers, state, frozen=frozen, stopped_s=stopped_s)
+        await self._thaw(machine)
+        await predecessor.stop()
+        await machines.free_image(memory_image(predecessor_id))
+        machines.free_workdir(predecessor_id)
+        return capture
+
+    async def roll_back(self, machine: Machine) -> None:
+        """Let a suspended machine go on in place. Never raises; a machine that cannot go on ends, and its watcher says so."""
+        try:
+            await machine.vm.resume()
+            await self._thaw(machine)
+        except AenvError as error:
+            log.error("machine could not go on after a failed capture", owner=machine.owner, machine=machine.id, error=str(error))
+            await machine.vm.stop()
+
+    def _result(self, machine: Machine, memory: tuple[LayerId, ...], state: bytes, *, frozen: bool, stopped_s: float) -> Capture:
+        return Capture(
+            disk_layers=machine.disk_layers,
+            memory_layers=memory,
+            state=state,
+            manifest=machine.manifest,
+            user_frozen=frozen,
+            stopped_s=stopped_s,
+        )
+
+    async def _freeze(self, machine: Machine, *, required: bool) -> bool:
+        try:
+            result = await machine.guest.freeze(self._machines.settings.freeze_timeout_s)
+            reason = result.reason
+            if result.frozen:
+                return True
+        except GuestUnresponsive as error:
+            reason = error.message
+        if required:
+            raise GuestUnresponsive(f"the sandbox's processes did not freeze: {reason}", hint="retry, or pause without requireHealthyGuest")
+        log.warning("captured without freezing user processes", owner=machine.owner, reason=reason)
+        return False
+
+    async def _thaw(self, machine: Machine) -> None:
+        """After a stop the wall clock lags by its length: set it, then let the user's processes go on."""
+        request = InitRequest(timestamp=self._clock.now(), entropy=secrets.token_bytes(32), thaw=True)
+        try:
+            await machine.guest.init(request, timeout_s=self._machines.settings.freeze_timeout_s)
+        except GuestUnresponsive as error:
+            log.warning("guest did not thaw in time", owner=machine.owner, error=error.message)
+
+    async def _capture(self, machine: Machine, holder: str) -> tuple[tuple[LayerId, ...], bytes]:
+        """Stop, save, seal. Returns the memory layers and the device state; `machine.disk_layers` has the sealed layer."""
+        machines = self._machines
+        disk, memory = machines.layers.new(), machines.layers.new()
+        machines.layers.hold(holder, [*machine.layers, disk, memory])
+        await machine.vm.suspend()
+        saved = await machine.vm.save()
+        try:
+            sealed = await machines.storage.snapshot_image(machine.disk_image, machines.layers.path(disk))
+            if sealed is not None:
+                machine.disk_layers += (disk,)
+            await self._capture_memory(machine, saved, memory)
+        finally:
+            if isinstance(saved.memory, ProcessMemory):
+                os.close(saved.memory.mem_fd)
+                os.close(saved.memory.pagemap_fd)
+        return (*machine.memory_layers, memory), saved.state
+
+    async def _capture_memory(self, machine: Machine, saved: SavedVm, layer: LayerId) -> None:
+        storage, path = self._machines.storage, self._machines.layers.path(layer)
+        size = machine.shape.memory_mib * MIB
+        if isinstance(saved.memory, ProcessMemory):
+            await storage.capture_memory(
+                path, size=size, ranges=saved.memory.ranges, mem_fd=saved.memory.mem_fd, pagemap_fd=saved.memory.pagemap_fd
+            )
+        else:
+            await storage.import_memory(saved.memory.path, path, size=size)
+            saved.memory.path.unlink(missing_ok=True)

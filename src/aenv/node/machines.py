@@ -1,0 +1,313 @@
+"""Makes, adopts and frees machines. Each step that fails takes back what the earlier ones took.
+
+The steps are those of the design: slot, images, VMM process, guest agent. Who may use a machine and when is not decided here (node/sandbox.py
+does); no call may be made on a machine while another is under way. Capturing is in node/capture.py.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from aenv.errors import AenvError, GuestUnresponsive, NotFound, OperationFailed, SandboxLost
+from aenv.guest.client import EnvdClient
+from aenv.ids import LayerId
+from aenv.ledger import Ledger
+from aenv.network.policy import NetworkPolicy
+from aenv.network.pool import SlotPool
+from aenv.network.slot import Slot
+from aenv.node.machine import Machine, Shape
+from aenv.node.paths import NodePaths
+from aenv.node.processes import kill_machine_processes
+from aenv.settings import Settings
+from aenv.snapshots.layers import LayerStore
+from aenv.storage.client import BlockdClient
+from aenv.vmm.contract import BootSource, Confinement, Driver, Manifest, NetworkAttachment, Vm, VmRecord, VmSpec
+
+MIB = 1024 * 1024
+
+Start = Callable[[VmSpec], Awaitable[Vm]]
+
+
+class Machines:
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        paths: NodePaths,
+        ledger: Ledger,
+        driver: Driver,
+        slots: SlotPool,
+        storage: BlockdClient,
+        layers: LayerStore,
+    ) -> None:
+        self.settings = settings
+        self.driver = driver
+        self.storage = storage
+        self.layers = layers
+        self._paths = paths
+        self._ledger = ledger
+        self._slots = slots
+
+    async def boot(self, shape: Shape, disk_layers: Sequence[LayerId], source: BootSource, *, owner: str) -> Machine:
+        """First boot on an all-zero memory. Returns when the guest agent answers. Raises: any AenvError; nothing is left then."""
+
+        async def start(spec: VmSpec) -> Vm:
+            return await self.driver.boot(spec, source)
+
+        machine = await self._start(shape, disk_layers, (), start, owner=owner, policy=NetworkPolicy())
+        try:
+            await machine.guest.wait_healthy(self.settings.boot_timeout_s)
+        except GuestUnresponsive as error:
+            tail = (await machine.vm.console())[-2000:]
+            await self.release(machine)
+            raise OperationFailed(f"the guest did not come up: {error.message}\n{tail}") from error
+        except BaseException:
+            await self.release(machine)
+            raise
+        return machine
+
+    async def restore(
+        self,
+        shape: Shape,
+        disk_layers: Sequence[LayerId],
+        memory_layers: Sequence[LayerId],
+        state: bytes,
+        manifest: Manifest,
+        *,
+        owner: str,
+        policy: NetworkPolicy,
+    ) -> Machine:
+        """A machine that goes on from a captured state, its user processes still frozen. Raises: any AenvError; nothing is left then."""
+        self.driver.check(manifest)
+
+        async def start(spec: VmSpec) -> Vm:
+            return await self.driver.restore(spec, state, manifest)
+
+        return await self._start(shape, disk_layers, memory_layers, start, owner=owner, policy=policy)
+
+    async def release(self, machine: Machine) -> None:
+        """Free everything the machine holds; never raises for what is gone already. The guest's unsynced memory is lost."""
+        await machine.vm.stop()
+        await asyncio.gather(
+            self.free_image(machine.disk_image),
+            self.free_image(memory_image(machine.id)),
+            self._slots.release(machine.slot),
+        )
+        self.free_workdir(machine.id)
+
+    def assign(self, machine: Machine, owner: str) -> None:
+        """Hand a machine (of the warm pool) to another owner."""
+        machine.owner = owner
+        self._ledger.record("vm", machine.id, owner=owner)
+        for image in (machine.disk_image, memory_image(machine.id)):
+            self._ledger.record("image", image, owner=owner)
+        self._slots.assign(machine.slot, owner)
+
+    async def set_policy(self, machine: Machine, policy: NetworkPolicy) -> None:
+        await self._slots.set_policy(machine.slot, policy)
+
+    async def _start(
+        self,
+        shape: Shape,
+        disk_layers: Sequence[LayerId],
+        memory_layers: Sequence[LayerId],
+        start: Start,
+        *,
+        owner: str,
+        policy: NetworkPolicy,
+    ) -> Machine:
+        machine_id = _new_machine_id()
+        disk_image = f"{machine_id}-disk"
+        async with AsyncExitStack() as undo:
+            slot = await self._slots.acquire(owner, policy)
+            undo.push_async_callback(self._slots.release, slot)
+            workdir = await undo.enter_async_context(self.workdir(machine_id, owner, slot))
+            disk = await undo.enter_async_context(self._disk(disk_image, shape, disk_layers, slot, owner))
+            memory = await undo.enter_async_context(self.memory(machine_id, shape, memory_layers, slot, owner))
+            vm = await start(self.spec(machine_id, workdir, shape, memory, disk, slot))
+            undo.pop_all()
+        return Machine(
+            id=machine_id,
+            owner=owner,
+            shape=shape,
+            vm=vm,
+            slot=slot,
+            guest=EnvdClient(slot.host_address),
+            manifest=Manifest.from_json(vm.record.manifest),
+            disk_image=disk_image,
+            disk_path=disk,
+            disk_layers=tuple(disk_layers),
+            memory_layers=tuple(memory_layers),
+        )
+
+    # the parts, each undone on failure and kept on success
+
+    def spec(self, machine_id: str, workdir: Path, shape: Shape, memory: Path, disk: Path, slot: Slot) -> VmSpec:
+        uid = self.settings.vmm_uid(slot.index)
+        return VmSpec(
+            vm_id=machine_id,
+            workdir=workdir,
+            vcpus=shape.vcpus,
+            memory_mib=shape.memory_mib,
+            memory=memory,
+            disks=(disk,),
+            network=NetworkAttachment(slot.netns, slot.tap, slot.mac),
+            confinement=Confinement(uid=uid, gid=uid, memory_mib=shape.memory_mib),
+        )
+
+    @asynccontextmanager
+    async def workdir(self, machine_id: str, owner: str, slot: Slot) -> AsyncIterator[Path]:
+        self._ledger.record("vm", machine_id, owner=owner)
+        path = self._paths.machines / machine_id
+        try:
+            path.mkdir(mode=0o700)
+            uid = self.settings.vmm_uid(slot.index)
+            os.chown(path, uid, uid)
+            yield path
+        except BaseException:
+            self.free_workdir(machine_id)
+            raise
+
+    def free_workdir(self, machine_id: str) -> None:
+        shutil.rmtree(self._paths.machines / machine_id, ignore_errors=True)
+        self._ledger.erase("vm", machine_id)
+
+    @asynccontextmanager
+    async def _disk(
+        self, image: str, shape: Shape, layers: Sequence[LayerId], slot: Slot, owner: str
+    ) -> AsyncIterator[Path]:
+        self._ledger.record("image", image, owner=owner)
+        upper = self._paths.uppers / image
+        try:
+            upper.mkdir(mode=0o700)
+            os.chown(upper, self.settings.blockd_uid, self.settings.blockd_uid)
+            opened = await self.storage.open_image(
+                image,
+                kind="disk",
+                layers=self.layers.paths(layers),
+                size=shape.disk_mib * MIB,
+                upper=upper,
+                uid=self.settings.vmm_uid(slot.index),
+            )
+            yield opened.path
+        except BaseException:
+            await self.free_image(image)
+            raise
+
+    @asynccontextmanager
+    async def memory(
+        self,
+        machine_id: str,
+        shape: Shape,
+        layers: Sequence[LayerId],
+        slot: Slot,
+        owner: str,
+        *,
+        pending: bool = False,
+    ) -> AsyncIterator[Path]:
+        image = memory_image(machine_id)
+        self._ledger.record("image", image, owner=owner)
+        try:
+            opened = await self.storage.open_image(
+                image,
+                kind="memory",
+                layers=self.layers.paths(layers),
+                size=shape.memory_mib * MIB,
+                uid=self.settings.vmm_uid(slot.index),
+                pending=pending,
+            )
+            yield opened.path
+        except BaseException:
+            await self.free_image(image)
+            raise
+
+    async def free_image(self, image: str) -> None:
+        try:
+            await self.storage.close_image(image, discard=True)
+        except NotFound:
+            pass
+        shutil.rmtree(self._paths.uppers / image, ignore_errors=True)
+        self._ledger.erase("image", image)
+
+    # after a restart of the server
+
+    async def adopt(self, owner: str, data: dict[str, Any]) -> Machine:
+        """Take over a machine that another server process started. It runs when this returns, its user processes thawed.
+
+        A capture that was under way is decided: the successor if it took over, else the predecessor, which goes on.
+
+        Raises: SandboxLost.
+        """
+        try:
+            shape = Shape(**data["shape"])
+            slot = await self._slots.adopt(data["slot"])
+            vm = await self._adopt_vm(data)
+            disk = await self.storage.get_image(data["disk_image"])
+            memory = await self.storage.get_image(memory_image(vm.record.vm_id))
+            if disk.failed or memory.failed:
+                raise SandboxLost("its storage failed")
+            await vm.resume()
+            guest = EnvdClient(slot.host_address)
+            await guest.unfreeze()
+        except SandboxLost:
+            raise
+        except AenvError as error:
+            raise SandboxLost(f"not found again after a restart: {error.message}") from error
+        return Machine(
+            id=vm.record.vm_id,
+            owner=owner,
+            shape=shape,
+            vm=vm,
+            slot=slot,
+            guest=guest,
+            manifest=Manifest.from_json(vm.record.manifest),
+            disk_image=data["disk_image"],
+            disk_path=disk.path,
+            disk_layers=tuple(LayerStore.layer_of(path) for path in disk.layers),
+            memory_layers=tuple(LayerStore.layer_of(path) for path in memory.layers),
+        )
+
+    async def _adopt_vm(self, data: dict[str, Any]) -> Vm:
+        predecessor = VmRecord(**data["vm"])
+        if data["successor"] is not None:
+            try:
+                return await self.driver.adopt(VmRecord(**data["successor"]))
+            except SandboxLost:
+                pass
+        return await self.driver.adopt(predecessor)
+
+    async def sweep(self, keep: Sequence[Machine]) -> int:
+        """Free whatever this node holds beyond `keep`. Returns how many things were freed."""
+        machine_ids = {machine.id for machine in keep}
+        images = {machine.disk_image for machine in keep} | {memory_image(i) for i in machine_ids}
+        freed = await kill_machine_processes(self._paths.machines, machine_ids)
+        for path in self._paths.machines.iterdir():
+            if path.name not in machine_ids:
+                self.free_workdir(path.name)
+                freed += 1
+        for image in await self.storage.list_images():
+            if image.id not in images:
+                await self.free_image(image.id)
+                freed += 1
+        for path in self._paths.uppers.iterdir():
+            if path.name not in images:
+                shutil.rmtree(path, ignore_errors=True)
+        for entry in self._ledger.entries():
+            known = machine_ids if entry.kind == "vm" else images if entry.kind == "image" else None
+            if known is not None and entry.name not in known:
+                self._ledger.erase(entry.kind, entry.name)
+        await self._slots.sweep({machine.slot.index for machine in keep})
+        return freed
+
+
+def memory_image(machine_id: str) -> str:
+    return f"{machine_id}-memory"
+
+
+def _new_machine_id() -> str:
+    return f"m{uuid4().hex[:15]}"
