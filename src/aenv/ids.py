@@ -11,6 +11,8 @@ SnapshotId = NewType("SnapshotId", str)
 """A captured computer: template, persistent snapshot, pause or fork capture. `s` and 19 alphanumerics."""
 LayerId = NewType("LayerId", str)
 """A sealed layer's file stem: 32 hex digits."""
+MachineId = NewType("MachineId", str)
+"""One VMM process and what belongs to it. `m` and 15 hex digits."""
 InstanceId = NewType("InstanceId", str)
 """A node's short name in host-global names: 4 lower-case alphanumerics, fixed for one AENV_HOME."""
 
@@ -32,6 +34,10 @@ def new_snapshot_id() -> SnapshotId:
 
 def new_layer_id() -> LayerId:
     return LayerId(secrets.token_hex(16))
+
+
+def new_machine_id() -> MachineId:
+    return MachineId("m" + secrets.token_hex(8)[:15])
 
 
 def new_instance_id() -> InstanceId:

@@ -4,8 +4,6 @@ Order and reasons are the design's: user processes are frozen from before the st
 its I/O, and until the capture is whole every failure leads back to the machine running as before.
 """
 
-import asyncio
-import hashlib
 import os
 import secrets
 from collections.abc import Awaitable, Callable
@@ -16,9 +14,9 @@ import structlog
 from aenv.clock import Clock
 from aenv.errors import AenvError, GuestUnresponsive, SandboxLost
 from aenv.guest.client import InitRequest
-from aenv.ids import LayerId
+from aenv.ids import LayerId, new_machine_id
 from aenv.node.machine import Capture, Machine
-from aenv.node.machines import MIB, Machines, _new_machine_id, memory_image
+from aenv.node.machines import MIB, Machines, memory_image
 from aenv.vmm.contract import CaptureKind, ProcessMemory, SavedVm
 
 log = structlog.get_logger(__name__)
@@ -58,7 +56,7 @@ class Capturer:
             capture = await self.capture_and_stop(machine, holder=holder, require_healthy_guest=require_healthy_guest)
             await self.roll_back(machine)
             return capture
-        machines, successor_id = self._machines, _new_machine_id()
+        machines, successor_id = self._machines, new_machine_id()
         async with AsyncExitStack() as undo:
             workdir = await undo.enter_async_context(machines.workdir(successor_id, machine.owner, machine.slot))
             image = machines.memory(successor_id, machine.shape, (), machine.slot, machine.owner, pending=True)

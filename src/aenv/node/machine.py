@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from aenv.guest.client import EnvdClient
-from aenv.ids import LayerId
+from aenv.ids import LayerId, MachineId
 from aenv.network.slot import Slot
 from aenv.vmm.contract import Manifest, Vm, VmRecord
 
@@ -23,7 +23,7 @@ class Shape:
 class Machine:
     """A running (or suspended) computer. Layers are bottom to top: what it stands on now."""
 
-    id: str
+    id: MachineId
     """Names the VMM process, its working directory and its memory image; changes with every succession."""
     owner: str
     shape: Shape

@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from aenv.errors import AenvError, GuestUnresponsive, NotFound, OperationFailed, SandboxLost
 from aenv.guest.client import EnvdClient
-from aenv.ids import LayerId
+from aenv.ids import LayerId, MachineId, new_machine_id
 from aenv.ledger import Ledger
 from aenv.network.policy import NetworkPolicy
 from aenv.network.pool import SlotPool
@@ -121,7 +120,7 @@ class Machines:
         owner: str,
         policy: NetworkPolicy,
     ) -> Machine:
-        machine_id = _new_machine_id()
+        machine_id = new_machine_id()
         disk_image = f"{machine_id}-disk"
         async with AsyncExitStack() as undo:
             slot = await self._slots.acquire(owner, policy)
@@ -147,7 +146,7 @@ class Machines:
 
     # the parts, each undone on failure and kept on success
 
-    def spec(self, machine_id: str, workdir: Path, shape: Shape, memory: Path, disk: Path, slot: Slot) -> VmSpec:
+    def spec(self, machine_id: MachineId, workdir: Path, shape: Shape, memory: Path, disk: Path, slot: Slot) -> VmSpec:
         uid = self.settings.vmm_uid(slot.index)
         return VmSpec(
             vm_id=machine_id,
@@ -161,7 +160,7 @@ class Machines:
         )
 
     @asynccontextmanager
-    async def workdir(self, machine_id: str, owner: str, slot: Slot) -> AsyncIterator[Path]:
+    async def workdir(self, machine_id: MachineId, owner: str, slot: Slot) -> AsyncIterator[Path]:
         self._ledger.record("vm", machine_id, owner=owner)
         path = self._paths.machines / machine_id
         try:
@@ -173,7 +172,7 @@ class Machines:
             self.free_workdir(machine_id)
             raise
 
-    def free_workdir(self, machine_id: str) -> None:
+    def free_workdir(self, machine_id: MachineId) -> None:
         shutil.rmtree(self._paths.machines / machine_id, ignore_errors=True)
         self._ledger.erase("vm", machine_id)
 
@@ -202,7 +201,7 @@ class Machines:
     @asynccontextmanager
     async def memory(
         self,
-        machine_id: str,
+        machine_id: MachineId,
         shape: Shape,
         layers: Sequence[LayerId],
         slot: Slot,
@@ -248,7 +247,7 @@ class Machines:
             slot = await self._slots.adopt(data["slot"])
             vm = await self._adopt_vm(data)
             disk = await self.storage.get_image(data["disk_image"])
-            memory = await self.storage.get_image(memory_image(vm.record.vm_id))
+            memory = await self.storage.get_image(memory_image(MachineId(vm.record.vm_id)))
             if disk.failed or memory.failed:
                 raise SandboxLost("its storage failed")
             await vm.resume()
@@ -259,7 +258,7 @@ class Machines:
         except AenvError as error:
             raise SandboxLost(f"not found again after a restart: {error.message}") from error
         return Machine(
-            id=vm.record.vm_id,
+            id=MachineId(vm.record.vm_id),
             owner=owner,
             shape=shape,
             vm=vm,
@@ -288,7 +287,7 @@ class Machines:
         freed = await kill_machine_processes(self._paths.machines, machine_ids)
         for path in self._paths.machines.iterdir():
             if path.name not in machine_ids:
-                self.free_workdir(path.name)
+                self.free_workdir(MachineId(path.name))
                 freed += 1
         for image in await self.storage.list_images():
             if image.id not in images:
@@ -305,9 +304,6 @@ class Machines:
         return freed
 
 
-def memory_image(machine_id: str) -> str:
+def memory_image(machine_id: MachineId) -> str:
     return f"{machine_id}-memory"
 
-
-def _new_machine_id() -> str:
-    return f"m{uuid4().hex[:15]}"
