@@ -1,7 +1,7 @@
 """Capturing a running machine: freeze, stop, save, seal; then it is released, goes on in a successor, or goes on in place.
 
-Order and reasons are the design's: user processes are frozen from before the stop until after `init`, the disk is sealed only after the VMM has drained
-its I/O, and until the capture is whole every failure leads back to the machine running as before.
+Order and reasons are the design's: user processes are frozen from before the stop until after `init`, and the disk is sealed only after the VMM has
+drained its I/O. Until a capture is whole, every failure can be rolled back.
 """
 
 import os
@@ -32,15 +32,11 @@ class Capturer:
     async def capture_and_stop(self, machine: Machine, *, holder: str, require_healthy_guest: bool = False) -> Capture:
         """Capture; the machine stays suspended, to be released or to go on through `roll_back`.
 
-        Raises: GuestUnresponsive, OperationFailed, StorageFull: it runs on. SandboxLost: it is gone.
+        Raises: GuestUnresponsive, OperationFailed, StorageFull: `roll_back` lets it go on. SandboxLost: it is gone.
         """
         frozen = await self._freeze(machine, required=require_healthy_guest)
         started = self._clock.monotonic_s()
-        try:
-            layers, state = await self._capture(machine, holder)
-        except BaseException:
-            await self.roll_back(machine)
-            raise
+        layers, state = await self._capture(machine, holder)
         return self._result(machine, layers, state, frozen=frozen, stopped_s=self._clock.monotonic_s() - started)
 
     async def capture_and_continue(
@@ -69,13 +65,9 @@ class Capturer:
             await persist()
             frozen = await self._freeze(machine, required=require_healthy_guest)
             started = self._clock.monotonic_s()
-            try:
-                layers, state = await self._capture(machine, holder)
-                await machines.storage.complete_image(memory_image(successor_id), machines.layers.paths(layers))
-                vm = await successor.take_over(state)
-            except BaseException:
-                await self.roll_back(machine)
-                raise
+            layers, state = await self._capture(machine, holder)
+            await machines.storage.complete_image(memory_image(successor_id), machines.layers.paths(layers))
+            vm = await successor.take_over(state)
             stopped_s = self._clock.monotonic_s() - started
             undo.pop_all()
         predecessor, predecessor_id = machine.vm, machine.id
@@ -88,13 +80,9 @@ class Capturer:
         return capture
 
     async def roll_back(self, machine: Machine) -> None:
-        """Let a suspended machine go on in place. Never raises; a machine that cannot go on ends, and its watcher says so."""
-        try:
-            await machine.vm.resume()
-            await self._thaw(machine)
-        except AenvError as error:
-            log.error("machine could not go on after a failed capture", owner=machine.owner, machine=machine.id, error=str(error))
-            await machine.vm.stop()
+        """Let a suspended machine go on in place; idempotent. Raises: OperationFailed, SandboxLost: it cannot go on."""
+        await machine.vm.resume()
+        await self._thaw(machine)
 
     def _result(self, machine: Machine, memory: tuple[LayerId, ...], state: bytes, *, frozen: bool, stopped_s: float) -> Capture:
         return Capture(

@@ -21,7 +21,6 @@ from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
 from aenv.node.machine import Machine, Shape
 from aenv.node.paths import NodePaths
-from aenv.node.processes import kill_machine_processes
 from aenv.settings import Settings
 from aenv.snapshots.layers import LayerStore
 from aenv.storage.client import BlockdClient
@@ -92,11 +91,8 @@ class Machines:
     async def release(self, machine: Machine) -> None:
         """Free everything the machine holds; never raises for what is gone already. The guest's unsynced memory is lost."""
         await machine.vm.stop()
-        await asyncio.gather(
-            self.free_image(machine.disk_image),
-            self.free_image(memory_image(machine.id)),
-            self._slots.release(machine.slot),
-        )
+        self._slots.release(machine.slot)
+        await asyncio.gather(self.free_image(machine.disk_image), self.free_image(memory_image(machine.id)))
         self.free_workdir(machine.id)
 
     def assign(self, machine: Machine, owner: str) -> None:
@@ -124,7 +120,7 @@ class Machines:
         disk_image = f"{machine_id}-disk"
         async with AsyncExitStack() as undo:
             slot = await self._slots.acquire(owner, policy)
-            undo.push_async_callback(self._slots.release, slot)
+            undo.callback(self._slots.release, slot)
             workdir = await undo.enter_async_context(self.workdir(machine_id, owner, slot))
             disk = await undo.enter_async_context(self._disk(disk_image, shape, disk_layers, slot, owner))
             memory = await undo.enter_async_context(self.memory(machine_id, shape, memory_layers, slot, owner))
@@ -147,7 +143,6 @@ class Machines:
     # the parts, each undone on failure and kept on success
 
     def spec(self, machine_id: MachineId, workdir: Path, shape: Shape, memory: Path, disk: Path, slot: Slot) -> VmSpec:
-        uid = self.settings.vmm_uid(slot.index)
         return VmSpec(
             vm_id=machine_id,
             workdir=workdir,
@@ -156,7 +151,7 @@ class Machines:
             memory=memory,
             disks=(disk,),
             network=NetworkAttachment(slot.netns, slot.tap, slot.mac),
-            confinement=Confinement(uid=uid, gid=uid, memory_mib=shape.memory_mib),
+            confinement=Confinement(uid=slot.uid, gid=slot.uid, memory_mib=shape.memory_mib),
         )
 
     @asynccontextmanager
@@ -165,8 +160,7 @@ class Machines:
         path = self._paths.machines / machine_id
         try:
             path.mkdir(mode=0o700)
-            uid = self.settings.vmm_uid(slot.index)
-            os.chown(path, uid, uid)
+            os.chown(path, slot.uid, slot.uid)
             yield path
         except BaseException:
             self.free_workdir(machine_id)
@@ -191,7 +185,7 @@ class Machines:
                 layers=self.layers.paths(layers),
                 size=shape.disk_mib * MIB,
                 upper=upper,
-                uid=self.settings.vmm_uid(slot.index),
+                uid=slot.uid,
             )
             yield opened.path
         except BaseException:
@@ -217,7 +211,7 @@ class Machines:
                 kind="memory",
                 layers=self.layers.paths(layers),
                 size=shape.memory_mib * MIB,
-                uid=self.settings.vmm_uid(slot.index),
+                uid=slot.uid,
                 pending=pending,
             )
             yield opened.path
@@ -236,9 +230,9 @@ class Machines:
     # after a restart of the server
 
     async def adopt(self, owner: str, data: dict[str, Any]) -> Machine:
-        """Take over a machine that another server process started. It runs when this returns, its user processes thawed.
+        """Take over a machine that another server process started, running or stopped for a capture that never ended.
 
-        A capture that was under way is decided: the successor if it took over, else the predecessor, which goes on.
+        A handover that was under way is decided: the successor if it took over, else the predecessor.
 
         Raises: SandboxLost.
         """
@@ -250,9 +244,6 @@ class Machines:
             memory = await self.storage.get_image(memory_image(MachineId(vm.record.vm_id)))
             if disk.failed or memory.failed:
                 raise SandboxLost("its storage failed")
-            await vm.resume()
-            guest = EnvdClient(slot.host_address)
-            await guest.unfreeze()
         except SandboxLost:
             raise
         except AenvError as error:
@@ -263,7 +254,7 @@ class Machines:
             shape=shape,
             vm=vm,
             slot=slot,
-            guest=guest,
+            guest=EnvdClient(slot.host_address),
             manifest=Manifest.from_json(vm.record.manifest),
             disk_image=data["disk_image"],
             disk_path=disk.path,
@@ -284,7 +275,7 @@ class Machines:
         """Free whatever this node holds beyond `keep`. Returns how many things were freed."""
         machine_ids = {machine.id for machine in keep}
         images = {machine.disk_image for machine in keep} | {memory_image(i) for i in machine_ids}
-        freed = await kill_machine_processes(self._paths.machines, machine_ids)
+        freed = len(await self.driver.sweep([machine.vm.record for machine in keep]))
         for path in self._paths.machines.iterdir():
             if path.name not in machine_ids:
                 self.free_workdir(MachineId(path.name))

@@ -14,7 +14,8 @@ from typing import Any
 
 from aenv.errors import CorruptData
 from aenv.ids import SandboxId, SnapshotId
-from aenv.lifecycle.states import State
+from aenv.lifecycle.machine import Lifecycle
+from aenv.lifecycle.states import State, durable
 from aenv.network.policy import NetworkPolicy
 from aenv.node.machine import Shape
 from aenv.node.views import OnTimeout
@@ -25,9 +26,7 @@ MIGRATIONS = ("CREATE TABLE sandboxes (id TEXT PRIMARY KEY, record TEXT NOT NULL
 @dataclass
 class SandboxRecord:
     id: SandboxId
-    state: State
-    generation: int
-    """Counts the VMs that have served this sandbox; routes of an older one are refused by edge."""
+    lifecycle: Lifecycle
     template_id: SnapshotId
     alias: str | None
     shape: Shape
@@ -50,9 +49,11 @@ class SandboxRecord:
     guest_unresponsive_at_pause: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """The durable form."""
         data = asdict(self)
         for name in ("created_at", "started_at", "end_at"):
             data[name] = data[name].isoformat()
+        data["lifecycle"]["state"] = durable(self.lifecycle.state)
         return data
 
     @classmethod
@@ -62,7 +63,10 @@ class SandboxRecord:
             values = dict(data)
             for name in ("created_at", "started_at", "end_at"):
                 values[name] = datetime.fromisoformat(values[name])
-            values["state"] = State(values["state"])
+            lifecycle = values["lifecycle"]
+            values["lifecycle"] = Lifecycle(
+                State(lifecycle["state"]), lifecycle["generation"], lifecycle["route_generation"]
+            )
             values["on_timeout"] = OnTimeout(values["on_timeout"])
             values["shape"] = Shape(**values["shape"])
             policy = values["policy"]

@@ -13,7 +13,7 @@ or its state cannot be trusted, `HostUnsupported` for what the host lacks, `Inco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -220,6 +220,9 @@ class Driver(Protocol):
 
         Raises: SandboxLost when it is gone, is another process, or is a successor that never took over.
         """
+
+    async def sweep(self, keep: Collection[VmRecord]) -> list[str]:
+        """End every process of this node's driver that is not in `keep`. Returns a line for each."""
 
     def check(self, manifest: Manifest) -> None:
         """Raises: IncompatibleSnapshot when a state with this manifest cannot be restored here, saying which field and why."""

@@ -1,0 +1,66 @@
+"""Entry point of `aenv`. Commands that run a node import it only when called, so that the client works where a server cannot."""
+
+import asyncio
+import logging
+import sys
+from typing import Annotated
+
+import structlog
+import typer
+
+from aenv import __version__
+from aenv.errors import AenvError
+from aenv.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, add_completion=True, help="Reinforcement-learning environments as forkable microVMs.")
+
+
+@app.command()
+def server(
+    listen: Annotated[str, typer.Option(help="HOST:PORT of the public listener.")] = "",
+    keep_running: Annotated[bool, typer.Option("--keep-running", help="Leave sandboxes running at the stop.")] = False,
+) -> None:
+    """Run a node in the foreground until SIGTERM."""
+    from aenv.server import serve
+
+    settings = Settings(listen=listen) if listen else Settings()
+    _configure_logs(settings.log_format)
+    asyncio.run(serve(settings, keep_running=keep_running))
+
+
+def _configure_logs(log_format: str) -> None:
+    """Structured lines on standard error: for people on a terminal, JSON elsewhere."""
+    people = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    renderer = structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.dict_tracebacks if not people else structlog.dev.set_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main() -> None:
+    """Run the command line; an expected error ends with its message and hint, without a traceback."""
+    try:
+        app()
+    except AenvError as error:
+        print(f"aenv: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"  {error.hint}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""The sandboxes of this node: who there is, how one comes into being, and what a restarted server finds.
+
+Implements `NodeService`. Each sandbox decides for itself (node/sandbox.py); here is only what concerns several.
+"""
+
+import asyncio
+import json
+from collections import OrderedDict
+
+import structlog
+
+from aenv.errors import AenvError, Conflict, CorruptData, InvalidRequest, NotFound, SandboxLost, ShuttingDown
+from aenv.ids import SandboxId, new_sandbox_id
+from aenv.lifecycle.events import Request
+from aenv.lifecycle.machine import Lifecycle
+from aenv.lifecycle.recovery import recover
+from aenv.lifecycle.states import State
+from aenv.lifecycle.table import BEGIN, Step
+from aenv.node.front_door import Route
+from aenv.node.machine import Machine
+from aenv.node.record import SandboxRecord
+from aenv.node.sandbox import Origin, Sandbox, Ticket, origin_of
+from aenv.node.services import Services
+from aenv.node.views import CreateRequest, NodeStats, OnTimeout, PublicState, SandboxView, SnapshotView
+from aenv.snapshots.records import Kind, SnapshotRecord
+
+log = structlog.get_logger(__name__)
+
+MAX_FORKS = 100
+_REMEMBERED = 10_000
+
+
+class SandboxManager:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._sandboxes: dict[SandboxId, Sandbox] = {}
+        self._lost: OrderedDict[SandboxId, AenvError] = OrderedDict()
+        self._builtin: SnapshotRecord | None = None
+        self._stopping = False
+
+    # reading
+
+    def get(self, sandbox_id: str) -> SandboxView:
+        view = self._find(sandbox_id).view()
+        if view is None:
+            raise NotFound(f"sandbox {sandbox_id} not found")
+        return view
+
+    def list(self) -> list[SandboxView]:
+        views = [view for sandbox in self._sandboxes.values() if (view := sandbox.view()) is not None]
+        return sorted(views, key=lambda view: (view.started_at, view.id), reverse=True)
+
+    def stats(self) -> NodeStats:
+        counters = self._services.counters
+        states = [view.state for view in self.list()]
+        return NodeStats(
+            running=states.count(PublicState.RUNNING),
+            paused=states.count(PublicState.PAUSED),
+            starting=counters.starting,
+            creates=counters.creates,
+            create_failures=counters.create_failures,
+        )
+
+    def _find(self, sandbox_id: str) -> Sandbox:
+        sandbox = self._sandboxes.get(SandboxId(sandbox_id))
+        if sandbox is None:
+            lost = self._lost.get(SandboxId(sandbox_id))
+            raise NotFound(f"sandbox {sandbox_id} not found" + (f": {lost.message}" if lost else ""))
+        return sandbox
+
+    # sandboxes
+
+    async def create(self, request: CreateRequest) -> SandboxView:
+        services = self._services
+        snapshot = services.snapshots.find(request.template)
+        origin = origin_of(snapshot, services.snapshots.state(snapshot), warm=True)
+        now = services.clock.now()
+        record = SandboxRecord(
+            id=new_sandbox_id(),
+            lifecycle=Lifecycle(),
+            template_id=snapshot.id,
+            alias=snapshot.names[0] if snapshot.names else None,
+            shape=origin.shape,
+            envd_version=snapshot.envd_version,
+            created_at=now,
+            started_at=now,
+            end_at=now,
+            timeout_s=request.timeout_s,
+            on_timeout=request.on_timeout,
+            secure=request.secure,
+            public_traffic=request.public_traffic,
+            policy=request.policy,
+            metadata=request.metadata,
+            env={**snapshot.env, **request.env},
+        )
+        return await self._begin(record, origin)
+
+    async def _begin(self, record: SandboxRecord, origin: Origin) -> SandboxView:
+        """Start a sandbox in a task of its own, so that it comes to an end whether or not anybody waits."""
+        services = self._services
+        if self._stopping:
+            raise ShuttingDown("this node is shutting down")
+        return await services.tasks.shielded(self._start(record, origin), name=f"start {record.id}")
+
+    async def _start(self, record: SandboxRecord, origin: Origin) -> SandboxView:
+        counters = self._services.counters
+        counters.starting += 1
+        try:
+            async with self._services.starts.admitted():
+                sandbox = Sandbox(record, self._services, origin=origin, on_gone=self._gone)
+                self._sandboxes[sandbox.id] = sandbox
+                await self._run(sandbox, BEGIN, Ticket(Request.CONNECT))
+            counters.creates += 1
+        except BaseException:
+            counters.create_failures += 1
+            raise
+        finally:
+            counters.starting -= 1
+        return self.get(record.id)
+
+    async def _run(self, sandbox: Sandbox, first: Step, ticket: Ticket) -> None:
+        """Give a sandbox its task; return when its first step is answered."""
+        ticket.future = asyncio.get_running_loop().create_future()
+        self._services.tasks.spawn(sandbox.run(first, ticket), name=f"sandbox-{sandbox.id}")
+        answered = await asyncio.shield(ticket.future)
+        if answered.error is not None:
+            raise answered.error
+
+    def _gone(self, sandbox: Sandbox, lost: AenvError | None) -> None:
+        self._sandboxes.pop(sandbox.id, None)
+        if lost is not None:
+            self._lost[sandbox.id] = lost
+            while len(self._lost) > _REMEMBERED:
+                self._lost.popitem(last=False)
+
+    async def connect(self, sandbox_id: str, timeout_s: int | None) -> tuple[SandboxView, bool]:
+        answered = await self._find(sandbox_id).ask(Ticket(Request.CONNECT, timeout_s=timeout_s))
+        return self.get(sandbox_id), answered.resumed
+
+    async def pause(self, sandbox_id: str, *, require_healthy_guest: bool = False) -> None:
+        await self._find(sandbox_id).ask(Ticket(Request.PAUSE, require_healthy_guest=require_healthy_guest))
+
+    async def kill(self, sandbox_id: str) -> None:
+        await self._find(sandbox_id).ask(Ticket(Request.KILL))
+
+    async def set_timeout(self, sandbox_id: str, timeout_s: int) -> None:
+        await self._find(sandbox_id).ask(Ticket(Request.SET_TIMEOUT, timeout_s=timeout_s))
+
+    def expired(self, sandbox_id: SandboxId) -> None:
+        """For `Deadlines`."""
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is not None:
+            pause = sandbox.record.on_timeout is OnTimeout.PAUSE
+            sandbox.tell(Ticket(Request.EXPIRE_PAUSE if pause else Request.EXPIRE_KILL))
+
+    async def fork(self, sandbox_id: str, count: int, timeout_s: int | None) -> list[SandboxView | AenvError]:
+        if not 1 <= count <= MAX_FORKS:
+            raise InvalidRequest(f"count must be 1 to {MAX_FORKS}, not {count}")
+        source = self._find(sandbox_id)
+        work = self._fork(source, count, timeout_s)
+        return await self._services.tasks.shielded(work, name=f"fork {source.id}")
+
+    async def _fork(self, source: Sandbox, count: int, timeout_s: int | None) -> list[SandboxView | AenvError]:
+        answered = await source.ask(Ticket(Request.FORK))
+        capture = answered.capture
+        assert capture is not None
+        try:
+            origin = Origin(source.record.shape, capture)
+            children = [self._child(source.record, timeout_s) for _ in range(count)]
+            results = await asyncio.gather(*(self._begin(child, origin) for child in children), return_exceptions=True)
+        finally:
+            self._services.layers.release(answered.holder)
+        unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, AenvError)]
+        if unexpected:
+            raise unexpected[0]
+        return [result for result in results if not isinstance(result, BaseException) or isinstance(result, AenvError)]
+
+    def _child(self, source: SandboxRecord, timeout_s: int | None) -> SandboxRecord:
+        now = self._services.clock.now()
+        return SandboxRecord(
+            id=new_sandbox_id(),
+            lifecycle=Lifecycle(),
+            template_id=source.template_id,
+            alias=source.alias,
+            shape=source.shape,
+            envd_version=source.envd_version,
+            created_at=now,
+            started_at=now,
+            end_at=now,
+            timeout_s=source.timeout_s if timeout_s is None else timeout_s,
+            on_timeout=source.on_timeout,
+            secure=source.secure,
+            public_traffic=source.public_traffic,
+            policy=source.policy,
+            metadata=dict(source.metadata),
+            env=dict(source.env),
+        )
+
+    # snapshots
+
+    async def snapshot(self, sandbox_id: str, name: str | None) -> SnapshotView:
+        sandbox = self._find(sandbox_id)
+        if name is not None:
+            self._services.snapshots.check_name(name)
+        ticket = Ticket(Request.SNAPSHOT, snapshot_name=name)
+        return await self._services.tasks.shielded(self._snapshot(sandbox, ticket), name=f"snapshot {sandbox.id}")
+
+    async def _snapshot(self, sandbox: Sandbox, ticket: Ticket) -> SnapshotView:
+        try:
+            answered = await sandbox.ask(ticket)
+        finally:
+            self._services.layers.release(ticket.holder)
+        assert answered.snapshot is not None
+        return _snapshot_view(answered.snapshot)
+
+    def list_snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> list[SnapshotView]:
+        return [
+            _snapshot_view(record)
+            for record in self._services.snapshots.all(Kind.SNAPSHOT)
+            if (sandbox_id is None or record.source_sandbox == sandbox_id) and (name is None or name in record.names)
+        ]
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        record = self._services.snapshots.find(snapshot)
+        if self._builtin is not None and record.id == self._builtin.id:
+            raise Conflict(f"template '{snapshot}' is built in", hint="it is made again at the next start anyway")
+        await self._services.tasks.shielded(self._services.snapshots.delete(record.id), name=f"delete {record.id}")
+
+    # starting and stopping the node
+
+    def serve(self, builtin: SnapshotRecord) -> None:
+        """From here on creates are possible."""
+        self._builtin = builtin
+
+    async def recover(self) -> None:
+        """Take over what an earlier server process left: adopt, clean, go on. Call it once, before anything else."""
+        services = self._services
+        found: list[tuple[SandboxRecord, Machine | None]] = []
+        for row in await services.database.read("SELECT id, record FROM sandboxes"):
+            try:
+                record = SandboxRecord.from_json(json.loads(row["record"]))
+            except (CorruptData, ValueError) as error:
+                log.error("sandbox record cannot be read; left as it is", sandbox=row["id"], error=str(error))
+                continue
+            found.append((record, await self._adopt(record)))
+        machines = [machine for _, machine in found if machine is not None]
+        freed = await services.machines.sweep(machines)
+        if freed:
+            log.info("swept what an earlier run left", things=freed)
+        await asyncio.gather(*(self._resume_work(record, machine) for record, machine in found))
+        await services.front_door.sync(self._routes())
+        services.layers.sweep()
+
+    async def _adopt(self, record: SandboxRecord) -> Machine | None:
+        if record.machine is None or record.lifecycle.state is not State.RUNNING:
+            return None
+        try:
+            return await self._services.machines.adopt(record.id, record.machine)
+        except SandboxLost as error:
+            log.warning("sandbox lost", sandbox=record.id, reason=error.message)
+            return None
+
+    async def _resume_work(self, record: SandboxRecord, machine: Machine | None) -> None:
+        services = self._services
+        committed = False
+        if record.paused_as is not None:
+            try:
+                services.snapshots.state(services.snapshots.get(record.paused_as))
+                committed = True
+            except AenvError as error:
+                log.error("capture of a paused sandbox cannot be read", sandbox=record.id, error=str(error))
+        sandbox = Sandbox(record, services, on_gone=self._gone)
+        self._sandboxes[sandbox.id] = sandbox
+        if machine is not None:
+            sandbox.adopted(machine)
+        step = recover(record.lifecycle.state, vm_alive=machine is not None, capture_committed=committed)
+        ticket = Ticket(Request.CONNECT, error=None if machine or committed else SandboxLost("lost at a restart of the node"))
+        services.tasks.spawn(sandbox.run(step, ticket), name=f"sandbox-{sandbox.id}")
+
+    def _routes(self) -> dict[SandboxId, Route]:
+        return {s.id: route for s in self._sandboxes.values() if (route := s.route) is not None}
+
+    async def stop(self, *, keep_running: bool) -> None:
+        """Begin nothing more; pause what runs, unless it is to be left running."""
+        self._stopping = True
+        if keep_running:
+            return
+        for _ in range(3):
+            running = [view.id for view in self.list() if view.state is PublicState.RUNNING]
+            if not running:
+                return
+            results = await asyncio.gather(*(self.pause(sandbox) for sandbox in running), return_exceptions=True)
+            for sandbox, result in zip(running, results, strict=True):
+                if isinstance(result, Exception) and not isinstance(result, (NotFound, Conflict)):
+                    log.error("could not be paused at the stop of the node", sandbox=sandbox, error=str(result))
+
+
+def _snapshot_view(record: SnapshotRecord) -> SnapshotView:
+    return SnapshotView(
+        id=record.id,
+        names=record.names,
+        source_sandbox=record.source_sandbox,
+        created_at=record.created_at,
+        vcpus=record.vcpus,
+        memory_mib=record.memory_mib,
+        disk_mib=record.disk_mib,
+    )

@@ -1,0 +1,256 @@
+"""The node: all parts put together, started, and stopped. The only place where they meet.
+
+Order of start: storage engine, edge, network, VMM driver; then what an earlier process left is taken over; then the template; then the API answers.
+On stop it is the reverse. blockd, edge and VMMs are not children that die with this process: after `kill -9` the next one adopts them.
+"""
+
+import asyncio
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from aenv.aiokit import Bounded, TaskSet
+from aenv.api.app import create_app
+from aenv.api.keys import load_api_key
+from aenv.clock import SystemClock
+from aenv.database import Database
+from aenv.errors import Conflict, HostUnsupported
+from aenv.guest.assets import ensure_assets
+from aenv.ids import InstanceId, new_instance_id
+from aenv.ledger import Ledger
+from aenv.network.pool import SlotPool
+from aenv.network.resolvers import guest_resolvers
+from aenv.node import record as sandbox_tables
+from aenv.node.capacity import Capacity
+from aenv.node.capture import Capturer
+from aenv.node.deadlines import Deadlines
+from aenv.node.front_door import FrontDoor, ensure_edge
+from aenv.node.machines import Machines
+from aenv.node.manager import SandboxManager
+from aenv.node.paths import NodePaths
+from aenv.node.services import Services
+from aenv.node.tokens import Tokens
+from aenv.node.warm_pool import WarmPool
+from aenv.settings import Settings
+from aenv.snapshots import store as snapshot_tables
+from aenv.snapshots.layers import LayerStore
+from aenv.snapshots.store import SnapshotStore
+from aenv.storage.supervisor import ensure_blockd, stop_blockd
+from aenv.templates.base import BaseTemplate
+from aenv.vmm.qemu.driver import QemuDriver
+
+log = structlog.get_logger(__name__)
+
+Progress = Callable[[str], None]
+
+
+@asynccontextmanager
+async def running_node(
+    settings: Settings, progress: Progress, *, keep_running: Callable[[], bool]
+) -> AsyncIterator["Node"]:
+    """A whole node. On leaving, running sandboxes are paused and everything this process started ends, unless `keep_running` says so.
+
+    Raises: HostUnsupported, Conflict (another server has this home), CorruptData, StorageFull; nothing is left then.
+    """
+    require_root()
+    paths = NodePaths.of(settings)
+    with exclusive(paths):
+        make_directories(paths, settings)
+        async with AsyncExitStack() as stack:
+            node = await _start(stack, settings, paths, progress, keep_running)
+            yield node
+
+
+class Node:
+    """What the command line needs of a running node."""
+
+    def __init__(self, manager: SandboxManager, services: Services, url: str) -> None:
+        self.manager = manager
+        self.services = services
+        self.url = url
+
+
+async def _start(
+    stack: AsyncExitStack, settings: Settings, paths: NodePaths, progress: Progress, keep_running: Callable[[], bool]
+) -> Node:
+    clock, ledger, instance = SystemClock(), Ledger(paths.ledger), load_instance_id(paths)
+    assets = await ensure_assets(settings, progress)
+    database = await Database.open(
+        paths.database, {"snapshots": snapshot_tables.MIGRATIONS, "sandboxes": sandbox_tables.MIGRATIONS}
+    )
+    stack.push_async_callback(database.close)
+
+    storage = await ensure_blockd(settings, ledger)
+
+    async def end_storage() -> None:
+        if not keep_running():
+            await stop_blockd(settings, ledger)
+
+    stack.push_async_callback(end_storage)
+    driver = await QemuDriver.create(settings, instance)
+    for warning in driver.warnings:
+        log.warning(warning)
+    slots = SlotPool(settings, instance, ledger, clock)
+    await slots.start()
+    stack.push_async_callback(slots.close)
+
+    tasks = TaskSet("node")
+    layers = LayerStore(paths.layers)
+    snapshots = SnapshotStore(database, layers, paths.states)
+    machines = Machines(
+        settings=settings, paths=paths, ledger=ledger, driver=driver, slots=slots, storage=storage, layers=layers
+    )
+    capturer = Capturer(machines, clock)
+    warm_pool = WarmPool(machines, snapshots, tasks, settings.warm_pool_size)
+    stack.push_async_callback(warm_pool.close)
+    stack.push_async_callback(tasks.close)
+
+    front_door = await ensure_edge(settings, ledger)
+
+    async def end_front_door() -> None:
+        if not keep_running():
+            await front_door.stop()
+
+    stack.push_async_callback(end_front_door)
+    manager: SandboxManager
+    deadlines = Deadlines(clock, lambda sandbox: manager.expired(sandbox))
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    services = Services(
+        settings=settings,
+        clock=clock,
+        database=database,
+        snapshots=snapshots,
+        layers=layers,
+        machines=machines,
+        capturer=capturer,
+        front_door=front_door,
+        deadlines=deadlines,
+        capacity=Capacity(settings),
+        starts=Bounded(
+            settings.max_starts_in_flight or 2 * (os.cpu_count() or 1), wait_s=settings.start_queue_timeout_s, clock=clock
+        ),
+        tasks=tasks,
+        tokens=Tokens.load(paths.secrets),
+        warm_pool=warm_pool,
+        boot_id=boot_id,
+        dns_servers=list(slots.dns_servers),
+    )
+    manager = SandboxManager(services)
+    for problem in await snapshots.load():
+        log.error("left as it is", error=str(problem))
+    await manager.recover()
+    tasks.spawn(deadlines.run(), name="deadlines")
+    base = BaseTemplate(
+        settings=settings, machines=machines, capturer=capturer, snapshots=snapshots, clock=clock, boot_id=boot_id
+    )
+    template = await base.ensure(assets, progress)
+    manager.serve(template)
+    warm_pool.serve(template)
+    await _serve_api(stack, manager, settings, paths)
+    stack.push_async_callback(lambda: manager.stop(keep_running=keep_running()))
+    return Node(manager, services, f"http://{front_door.listen}")
+
+
+async def _serve_api(stack: AsyncExitStack, manager: SandboxManager, settings: Settings, paths: NodePaths) -> None:
+    """uvicorn on the control socket, which edge forwards to."""
+    app = create_app(manager, settings=settings, api_key=load_api_key(settings, paths.secrets))
+    paths.control_socket.unlink(missing_ok=True)
+    config = uvicorn.Config(
+        app, uds=str(paths.control_socket), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(), name="api")
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+
+    async def end() -> None:
+        server.should_exit = True
+        await serving
+        paths.control_socket.unlink(missing_ok=True)
+
+    stack.push_async_callback(end)
+
+
+class _Server(uvicorn.Server):
+    """Signals are the node's business, not uvicorn's."""
+
+    @contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+async def serve(settings: Settings, *, keep_running: bool) -> None:
+    """`aenv server`: run a node until SIGTERM or SIGINT. Prints one line on standard output when it is ready."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    async with running_node(settings, progress, keep_running=lambda: keep_running) as node:
+        print(f"ready {node.url}", flush=True)
+        await stop.wait()
+        log.info("stopping", keep_running=keep_running)
+
+
+# what must be there before anything else
+
+
+def require_root() -> None:
+    """Raises: HostUnsupported."""
+    if os.geteuid() != 0:
+        raise HostUnsupported("the node needs root, for network namespaces, mounts and processes of other users", hint="use sudo")
+
+
+@contextmanager
+def exclusive(paths: NodePaths) -> AsyncIterator[None]:  # type: ignore[misc]
+    """One server a home and a runtime directory. Raises: Conflict."""
+    locks = []
+    try:
+        for directory in (paths.home, paths.runtime):
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            locks.append(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise Conflict(
+                    f"another server uses {directory}", hint="stop it, or give this one its own AENV_HOME and AENV_RUNTIME"
+                ) from error
+        yield
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def make_directories(paths: NodePaths, settings: Settings) -> None:
+    """Owners and modes as who works there needs them: blockd unprivileged on layers, VMMs only in their own directory."""
+    for directory in (paths.home, paths.runtime, paths.machines):
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o711)
+    for directory in (paths.states, paths.secrets, paths.logs):
+        directory.mkdir(exist_ok=True)
+        directory.chmod(0o700)
+    for directory in (paths.layers, paths.uppers):
+        directory.mkdir(exist_ok=True)
+        os.chown(directory, settings.blockd_uid, settings.blockd_uid)
+        directory.chmod(0o700)
+
+
+def load_instance_id(paths: NodePaths) -> InstanceId:
+    """This home's short name in host-global names; made at the first start."""
+    path = paths.home / "instance-id"
+    try:
+        return InstanceId(path.read_text().strip())
+    except FileNotFoundError:
+        path.write_text(new_instance_id() + "\n")
+        return InstanceId(path.read_text().strip())
