@@ -130,10 +130,19 @@ async def _install(root: Path, suite: str, sources: str) -> None:
         *(f"--dpkgopt=path-include={pattern}" for pattern in _KEPT),
     ]
     await run(
-        # Namespaces of its own: a kill takes everything with it, and no mount stays behind in `root`.
-        *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+        # It ends with us, its namespaces with it: nothing goes on writing, no mount stays behind.
+        *(
+            "setpriv",
+            "--pdeathsig=KILL",
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ),
         *("mmdebstrap", "--mode=root", "--variant=minbase", "--format=directory"),
-        *(f"--include={','.join(PACKAGES)}", *filters, suite, root, "-"),
+        *(f"--include={','.join(PACKAGES)}", *filters, suite, str(root), "-"),
         env={"DEBIAN_FRONTEND": "noninteractive", "SOURCE_DATE_EPOCH": "0"},
         stdin=sources.encode(),
     )

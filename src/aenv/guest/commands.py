@@ -10,25 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from aenv.errors import HostUnsupported, OperationFailed
+from aenv.guest.host_packages import package_of, search_path
 
 APT_HINT = "run `apt-get update`; if this is not Debian, copy the cache directory from a Debian machine"
 """What to do when apt does not know what a Debian host's apt knows."""
 _ERROR_TAIL_BYTES = 2000
-_PACKAGES = {
-    "apt-cache": "apt",
-    "apt-get": "apt",
-    "debugfs": "e2fsprogs",
-    "dumpe2fs": "e2fsprogs",
-    "dpkg-deb": "dpkg",
-    "fallocate": "util-linux",
-    "flock": "util-linux",
-    "lz4": "lz4",
-    "mke2fs": "e2fsprogs",
-    "mmdebstrap": "mmdebstrap",
-    "unshare": "util-linux",
-    "zstd": "zstd",
-}
-_SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 
 
 async def run(
@@ -45,8 +31,7 @@ async def run(
     Raises: HostUnsupported when the program is not installed, OperationFailed when it fails.
     """
     program = str(argv[0])
-    environment = {**os.environ, "LC_ALL": "C", **(env or {})}
-    environment["PATH"] = f"{environment.get('PATH', os.defpath)}:{_SBIN}"
+    environment = {**os.environ, "LC_ALL": "C", "PATH": search_path(), **(env or {})}
     try:
         process = await asyncio.create_subprocess_exec(
             *map(str, argv),
@@ -59,9 +44,8 @@ async def run(
             start_new_session=True,
         )
     except FileNotFoundError as error:
-        package = _PACKAGES.get(program, program)
         raise HostUnsupported(
-            f"{program} is not installed", hint=f"install the package {package}, or run `make setup`"
+            f"{program} is not installed", hint=f"install the package {package_of(program)}"
         ) from error
     try:
         stdout, stderr = await process.communicate(stdin)
