@@ -1,4 +1,6 @@
-"""Memory images as plain sparse files: the least that a driver needs in place of a storage engine, and the floor for benchmarks."""
+"""Memory images as plain sparse files: the least that a driver needs in place of a storage engine, and the
+floor for benchmarks.
+"""
 
 import os
 from array import array
@@ -18,7 +20,7 @@ _PAGES_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Capture:
-    """Pages that changed since the memory below was mapped: {offset in the guest: bytes}, neighbours joined."""
+    """Pages that changed since the memory was mapped: {offset in the guest: bytes}, neighbours joined."""
 
     extents: dict[int, bytes]
 
@@ -40,7 +42,9 @@ def capture(memory: ProcessMemory | SparseDiff) -> Capture:
     if isinstance(memory, SparseDiff):
         try:
             with memory.path.open("rb") as file:
-                extents = {start: os.pread(file.fileno(), end - start, start) for start, end in _data(file.fileno())}
+                extents = {
+                    start: os.pread(file.fileno(), end - start, start) for start, end in _data(file.fileno())
+                }
         finally:
             memory.path.unlink()
         return Capture(extents)
@@ -61,7 +65,9 @@ def compose(below: Path, captured: Capture, image: Path) -> None:
     with below.open("rb") as source, image.open("r+b") as target:
         for start, end in _data(source.fileno()):
             for offset in range(start, end, _CHUNK):
-                os.pwrite(target.fileno(), os.pread(source.fileno(), min(_CHUNK, end - offset), offset), offset)
+                os.pwrite(
+                    target.fileno(), os.pread(source.fileno(), min(_CHUNK, end - offset), offset), offset
+                )
         for offset, data in captured.extents.items():
             os.pwrite(target.fileno(), data, offset)
 

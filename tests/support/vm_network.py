@@ -37,7 +37,9 @@ class TestNetwork:
         return in_network_namespace(self.netns, connect)
 
     async def ask(self, request: str, *, timeout_s: float = 60.0, repeat_s: float = 0.5) -> str:
-        """The guest's answer; asked again until it comes, since a guest that still boots hears nothing. Raises: TimeoutError."""
+        """The guest's answer; asked again until it comes, since a guest that still boots hears nothing.
+        Raises: TimeoutError.
+        """
         loop = asyncio.get_running_loop()
         with self.socket() as link:
             async with asyncio.timeout(timeout_s):

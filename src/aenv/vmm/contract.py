@@ -1,14 +1,17 @@
 """The contract between the node and a virtual machine monitor.
 
-A driver boots, captures, restores and adopts VM processes. It knows paths, descriptors and numbers; it knows nothing of layers, slots or guests.
-Two kinds of capture exist, and a driver says which it does:
+A driver boots, captures, restores and adopts VM processes. It knows paths, descriptors and numbers; it knows
+nothing of layers, slots or guests. Two kinds of capture exist, and a driver says which it does:
 
-* `SUCCESSION`: dirty pages are those private to the process since it mapped its memory image. Whoever wants the VM to go on after a capture starts a
-  *successor* beforehand on the (pending) new image and lets it take over. Resuming in place is for rolling back.
-* `TRACKING`: the VMM logs dirty pages itself and writes them to a sparse file while saving; the same process goes on.
+* `SUCCESSION`: dirty pages are those private to the process since it mapped its memory image. Whoever wants
+  the VM to go on after a capture starts a *successor* beforehand on the (pending) new image and lets it take
+  over. Resuming in place is for rolling back.
+* `TRACKING`: the VMM logs dirty pages itself and writes them to a sparse file while saving; the same process
+  goes on.
 
-Every call is event-driven and bounded by a deadline of the driver's. Errors: `OperationFailed` when the VM is as before, `SandboxLost` when its process is gone
-or its state cannot be trusted, `HostUnsupported` for what the host lacks, `IncompatibleSnapshot` for a manifest that does not fit.
+Every call is event-driven and bounded by a deadline of the driver's. Errors: `OperationFailed` when the VM is
+as before, `SandboxLost` when its process is gone or its state cannot be trusted, `HostUnsupported` for what
+the host lacks, `IncompatibleSnapshot` for a manifest that does not fit.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 DEVICE_SET = 1
-"""Version of the fixed device set, part of every snapshot: serial console, rng, balloon with free page reporting, one network card, virtio disks in order."""
+"""Version of the fixed device set, part of every snapshot: serial console, rng, balloon with free page
+reporting, one network card, virtio disks in order.
+"""
 MAX_DISKS = 8
 
 
@@ -31,7 +36,7 @@ class CaptureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a saved state needs of the host it is restored on. Equal manifests fit; a driver may accept more."""
+    """What a saved state needs of the host it is restored on. Equal ones fit; a driver may accept more."""
 
     vmm: str
     vmm_version: str
@@ -72,13 +77,15 @@ class Confinement:
     uid: int
     gid: int
     memory_mib: int
-    """Memory limit of its control group: the guest's plus the VMM's own."""
+    """Guest memory its control group may hold; the driver adds what its VMM needs besides."""
     pids: int = 64
 
 
 @dataclass(frozen=True)
 class VmSpec:
-    """A VM to start. `workdir` exists, belongs to the VM's uid, and is the driver's to fill; the driver removes nothing outside it."""
+    """A VM to start. `workdir` exists, belongs to the VM's uid, and is the driver's to fill; the driver
+    removes nothing outside it.
+    """
 
     vm_id: str
     workdir: Path
@@ -166,16 +173,25 @@ class Vm(Protocol):
         """Device state and dirty memory of a suspended VM, which stays suspended."""
 
     async def resume(self) -> None:
-        """Go on in place. Idempotent. With SUCCESSION: the rollback of a capture, or the start of a VM restored stopped."""
+        """Go on in place. Idempotent. With SUCCESSION: the rollback of a capture, or the start of a VM
+        restored stopped.
+        """
 
     async def stop(self) -> None:
-        """End the process at once and release all that the driver holds for it. Idempotent, never raises SandboxLost."""
+        """End the process at once and release all that the driver holds for it. Idempotent, never raises
+        SandboxLost.
+        """
 
     async def wait(self) -> str:
         """Return when the process has ended: why, with the tail of its log."""
 
     async def console(self) -> str:
         """The tail of the serial console; "" when it cannot be had."""
+
+    async def detach(self) -> None:
+        """Let go of the process, which runs on; for a server that stops. Nothing else may be called
+        afterwards. Idempotent.
+        """
 
     def stats(self) -> VmStats: ...
 
@@ -185,10 +201,17 @@ class Successor(Protocol):
 
     @property
     def record(self) -> VmRecord:
-        """For adoption after a server crash: SandboxLost until it has taken over."""
+        """For adoption after a server crash: SandboxLost until it has the whole state; suspended if it had
+        not begun to run.
+        """
 
     async def take_over(self, state: bytes) -> Vm:
-        """Load `state` and run. The predecessor must be suspended, the memory image complete. On failure the successor is gone and the predecessor as it was."""
+        """Load `state` and run. The predecessor must be suspended, the memory image complete.
+
+        Raises: CorruptData, OperationFailed: the successor is gone and the predecessor as it was.
+        SandboxLost: the successor had begun to run and may have written to the disks, so the predecessor must
+        not go on.
+        """
 
     async def discard(self) -> None:
         """End the waiting process. Idempotent."""
@@ -204,13 +227,15 @@ class Driver(Protocol):
         """Start a VM on an all-zero memory image; returns when the vCPUs run."""
 
     async def restore(self, spec: VmSpec, state: bytes, manifest: Manifest, *, run: bool = True) -> Vm:
-        """Start a VM from a saved state; `memory` holds what was captured with it. Returns when it runs, or is loaded and stopped.
+        """Start a VM from a saved state; `memory` holds what was captured with it. Returns when it runs, or
+        is loaded and stopped.
 
         Raises: IncompatibleSnapshot, CorruptData (the VMM refused the state).
         """
 
     async def prepare_successor(self, predecessor: Vm, spec: VmSpec) -> Successor:
-        """SUCCESSION only. `spec.memory` may be pending: it is not read before `take_over`. The disks are those of the predecessor.
+        """SUCCESSION only. `spec.memory` may be pending: it is not read before `take_over`. The disks are
+        those of the predecessor.
 
         Raises: OperationFailed, predecessor untouched.
         """
@@ -225,4 +250,6 @@ class Driver(Protocol):
         """End every process of this node's driver that is not in `keep`. Returns a line for each."""
 
     def check(self, manifest: Manifest) -> None:
-        """Raises: IncompatibleSnapshot when a state with this manifest cannot be restored here, saying which field and why."""
+        """Raises: IncompatibleSnapshot when a state with this manifest cannot be restored here, saying which
+        field and why.
+        """
