@@ -51,7 +51,9 @@ class Settings(BaseSettings):
         5.0, gt=0, description="How long user processes may take to freeze before a capture goes on without it and says so, s."
     )
     uid_base: int = Field(
-        2_000_000, ge=65536, description="blockd runs as this uid, the VMM of slot n as this uid + n; none may be in use otherwise."
+        2_000_000,
+        ge=65536,
+        description="edge runs as the uid before this one, blockd as this one, the VMM of slot n as this + n; none may be in use otherwise.",
     )
 
     # admission
@@ -97,6 +99,10 @@ class Settings(BaseSettings):
         if path := os.environ.get("AENV_CONFIG_PATH"):
             sources.append(TomlConfigSettingsSource(settings_cls, Path(path)))
         return tuple(sources)
+
+    @property
+    def edge_uid(self) -> int:
+        return self.uid_base - 1
 
     @property
     def blockd_uid(self) -> int:
