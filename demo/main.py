@@ -1,7 +1,8 @@
-"""The main job, end to end, through the official E2B SDK: only E2B_API_URL, E2B_SANDBOX_URL and E2B_API_KEY point it here.
+"""The main job, end to end, through the official E2B SDK: only E2B_API_URL, E2B_SANDBOX_URL and E2B_API_KEY point it
+here.
 
-Starts a node of its own (fresh state, free port), runs the scenario, stops the node, and looks for what it may have left on the host. Ends 0 only if
-every check held. Run it with `make demo`.
+Starts a node of its own (fresh state, free port), runs the scenario, stops the node, and looks for what it may have
+left on the host. Ends 0 only if every check held. Run it with `make demo`.
 """
 
 import os
@@ -16,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from aenv.testing.leftovers import Leftovers
 from rich.console import Console
 from rich.table import Table
+
+from aenv.testing.leftovers import Leftovers
 
 console = Console(highlight=False)
 
@@ -41,7 +43,9 @@ class Timeline:
         self.times.append((name, time.monotonic() - start))
 
     def check(self, what: str, held: bool, detail: object = "") -> None:
-        self.say(f"{'[green]✓[/green]' if held else '[red]✗[/red]'} {what}{f'  [dim]{detail}[/dim]' if detail != '' else ''}")
+        self.say(
+            f"{'[green]✓[/green]' if held else '[red]✗[/red]'} {what}{f'  [dim]{detail}[/dim]' if detail != '' else ''}"
+        )
         if not held:
             self.failures.append(what)
 
@@ -99,13 +103,20 @@ def scenario(t: Timeline) -> None:  # noqa: PLR0915 — one story, told from top
         on_stderr=lambda text: lines.append(("stderr", time.monotonic())),
     )
     spread = lines[-1][1] - lines[0][1] if lines else 0.0
-    t.check("stdout and stderr arrive live", {s for s, _ in lines} == {"stdout", "stderr"} and spread > 0.4, f"over {spread:.1f} s")
+    t.check(
+        "stdout and stderr arrive live",
+        {s for s, _ in lines} == {"stdout", "stderr"} and spread > 0.4,
+        f"over {spread:.1f} s",
+    )
     t.check("environment variables are set", sandbox.commands.run("echo $GREETING").stdout == "hello\n")
     t.check("python runs", sandbox.commands.run("python -c 'print(6 * 7)'").stdout == "42\n")
 
     sandbox.files.write("/home/user/notes/a.txt", "first\n")
     sandbox.files.write("/home/user/notes/b.bin", bytes(range(256)) * 64)
-    t.check("files read back", sandbox.files.read("/home/user/notes/b.bin", format="bytes") == bytes(range(256)) * 64)
+    t.check(
+        "files read back",
+        sandbox.files.read("/home/user/notes/b.bin", format="bytes") == bytes(range(256)) * 64,
+    )
     t.check("files are listed", [e.name for e in sandbox.files.list("/home/user/notes")] == ["a.txt", "b.bin"])
 
     counter = sandbox.commands.run(
@@ -126,7 +137,11 @@ def scenario(t: Timeline) -> None:  # noqa: PLR0915 — one story, told from top
     with t.timed("resume"):
         sandbox = Sandbox.connect(sandbox.sandbox_id, timeout=600)
     after = count(sandbox)
-    t.check("the same process is alive", counter.pid in [p.pid for p in sandbox.commands.list()], f"pid {counter.pid}")
+    t.check(
+        "the same process is alive",
+        counter.pid in [p.pid for p in sandbox.commands.list()],
+        f"pid {counter.pid}",
+    )
     t.check("it is the same boot", boot_id(sandbox) == boot)
     time.sleep(0.3)
     t.check("the counter went on from where it was", before <= after < count(sandbox), f"{before} → {after} → …")
@@ -159,7 +174,11 @@ def scenario(t: Timeline) -> None:  # noqa: PLR0915 — one story, told from top
     t.check("both have the files", all(c.files.read("/home/user/notes/a.txt") == "first\n" for c in copies))
 
     listed = {info.sandbox_id for info in Sandbox.list().next_items()}
-    t.check("list shows exactly what runs", listed == {b.sandbox_id for b in [*children, *copies]}, f"{len(listed)} sandboxes")
+    t.check(
+        "list shows exactly what runs",
+        listed == {b.sandbox_id for b in [*children, *copies]},
+        f"{len(listed)} sandboxes",
+    )
     brief = Sandbox.create("base", timeout=2, lifecycle={"on_timeout": "kill"})
     deadline = time.monotonic() + 20
     while brief.is_running() and time.monotonic() < deadline:

@@ -1,7 +1,8 @@
-"""Durable records in SQLite: one connection, one thread, every write a transaction that is on stable storage when it returns.
+"""Durable records in SQLite: one connection, one thread, every write a transaction that is on stable storage when it
+returns.
 
-WAL with synchronous=FULL. Each component owns its tables and migrates them by itself: a list of SQL scripts, of which the n-th leads to
-version n. Memory holds what the node decides by; the database is read at start only.
+WAL with synchronous=FULL. Each component owns its tables and migrates them by itself: a list of SQL scripts, of which
+the n-th leads to version n. Memory holds what the node decides by; the database is read at start only.
 """
 
 import asyncio
@@ -42,7 +43,10 @@ class Database:
                 _migrate(connection, components)
             except sqlite3.DatabaseError as error:
                 connection.close()
-                raise CorruptData(f"the database {path} cannot be read: {error}", hint="restore it from a backup, or move it away") from error
+                raise CorruptData(
+                    f"the database {path} cannot be read: {error}",
+                    hint="restore it from a backup, or move it away",
+                ) from error
             except CorruptData:
                 connection.close()
                 raise
@@ -77,7 +81,9 @@ class Database:
             return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
         except sqlite3.OperationalError as error:
             if "full" in str(error) or "disk I/O" in str(error):
-                raise StorageFull(f"the record could not be written: {error}", hint="free space in AENV_HOME") from error
+                raise StorageFull(
+                    f"the record could not be written: {error}", hint="free space in AENV_HOME"
+                ) from error
             raise
 
     async def read(self, query: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
@@ -94,7 +100,9 @@ class Database:
 
 
 def _migrate(connection: sqlite3.Connection, components: dict[str, Sequence[str]]) -> None:
-    connection.execute("CREATE TABLE IF NOT EXISTS versions (component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT")
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS versions (component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT"
+    )
     for component, scripts in components.items():
         row = connection.execute("SELECT version FROM versions WHERE component = ?", (component,)).fetchone()
         version = row[0] if row else 0

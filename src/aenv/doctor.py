@@ -78,7 +78,12 @@ async def _vmm(settings: Settings) -> Finding:
         return Finding("QEMU", Verdict.MISSING, error.message, error.hint)
     detail = f"QEMU {host.version}, {host.reason}"
     if host.reason.startswith("emulation"):
-        return Finding("QEMU", Verdict.WARNING, detail, "works, some twenty times slower than with KVM; use a host whose KVM runs guests")
+        return Finding(
+            "QEMU",
+            Verdict.WARNING,
+            detail,
+            "works, some twenty times slower than with KVM; use a host whose KVM runs guests",
+        )
     return Finding("QEMU", Verdict.OK, detail)
 
 
@@ -99,7 +104,11 @@ def _device(what: str, path: Path, remedy: str) -> Finding:
 
 def _ublk() -> Finding:
     if Path("/dev/ublk-control").exists():
-        return Finding("ublk", Verdict.OK, "/dev/ublk-control is there; disks go through FUSE all the same in this version")
+        return Finding(
+            "ublk",
+            Verdict.OK,
+            "/dev/ublk-control is there; disks go through FUSE all the same in this version",
+        )
     return Finding("ublk", Verdict.OK, "not there; disks go through FUSE")
 
 
@@ -126,7 +135,12 @@ def _assets(settings: Settings) -> list[Finding]:
     return [
         Finding(status.name, Verdict.OK, f"{status.path} ({status.size_bytes // MIB} MiB)")
         if status.present
-        else Finding(status.name, Verdict.WARNING, "not built yet", "built at the first start, or now by `aenv assets build`")
+        else Finding(
+            status.name,
+            Verdict.WARNING,
+            "not built yet",
+            "built at the first start, or now by `aenv assets build`",
+        )
         for status in asset_status(settings)
     ]
 
@@ -138,14 +152,23 @@ def _space(settings: Settings) -> Finding:
     free_mib = shutil.disk_usage(path).free // MIB
     detail = f"{free_mib} MiB free for {settings.home}"
     if free_mib < settings.min_free_disk_mib:
-        return Finding("disk", Verdict.MISSING, detail, f"{settings.min_free_disk_mib} MiB are needed: free some, or move AENV_HOME")
+        return Finding(
+            "disk",
+            Verdict.MISSING,
+            detail,
+            f"{settings.min_free_disk_mib} MiB are needed: free some, or move AENV_HOME",
+        )
     return Finding("disk", Verdict.OK, detail)
 
 
 def _memory(settings: Settings) -> Finding:
     total_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MIB
     fits = int(total_mib * settings.memory_overcommit) // settings.template_memory_mib
-    return Finding("memory", Verdict.OK, f"{total_mib} MiB: {fits} sandboxes of `base` are admitted (overcommit {settings.memory_overcommit:g})")
+    return Finding(
+        "memory",
+        Verdict.OK,
+        f"{total_mib} MiB: {fits} sandboxes of `base` are admitted (overcommit {settings.memory_overcommit:g})",
+    )
 
 
 def run(settings: Settings) -> list[Finding]:

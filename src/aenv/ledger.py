@@ -1,7 +1,8 @@
 """The resource ledger: what this node holds on the host, written before it is taken and erased after it is freed.
 
-One small file an entry under AENV_RUNTIME/ledger, named `<kind>.<name>`, holding JSON. No fsync: everything named here dies with a
-reboot anyway. After a crash the entries without an owner are what the start-up sweep frees. The ledger never frees anything itself.
+One small file an entry under AENV_RUNTIME/ledger, named `<kind>.<name>`, holding JSON. No fsync: everything named
+here dies with a reboot anyway. After a crash the entries without an owner are what the start-up sweep frees. The
+ledger never frees anything itself.
 """
 
 import json

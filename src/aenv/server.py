@@ -1,7 +1,8 @@
 """The node: all parts put together, started, and stopped. The only place where they meet.
 
-Order of start: storage engine, edge, network, VMM driver; then what an earlier process left is taken over; then the template; then the API answers.
-On stop it is the reverse. blockd, edge and VMMs are not children that die with this process: after `kill -9` the next one adopts them.
+Order of start: storage engine, edge, network, VMM driver; then what an earlier process left is taken over; then the
+template; then the API answers. On stop it is the reverse. blockd, edge and VMMs are not children that die with this
+process: after `kill -9` the next one adopts them.
 """
 
 import asyncio
@@ -26,12 +27,11 @@ from aenv.guest.assets import ensure_assets
 from aenv.ids import InstanceId, new_instance_id
 from aenv.ledger import Ledger
 from aenv.network.pool import SlotPool
-from aenv.network.resolvers import guest_resolvers
 from aenv.node import record as sandbox_tables
 from aenv.node.capacity import Capacity
 from aenv.node.capture import Capturer
 from aenv.node.deadlines import Deadlines
-from aenv.node.front_door import FrontDoor, ensure_edge
+from aenv.node.front_door import ensure_edge
 from aenv.node.machines import Machines
 from aenv.node.manager import SandboxManager
 from aenv.node.paths import NodePaths
@@ -55,7 +55,8 @@ Progress = Callable[[str], None]
 async def running_node(
     settings: Settings, progress: Progress, *, keep_running: Callable[[], bool]
 ) -> AsyncIterator["Node"]:
-    """A whole node. On leaving, running sandboxes are paused and everything this process started ends, unless `keep_running` says so.
+    """A whole node. On leaving, running sandboxes are paused and everything this process started ends, unless
+    `keep_running` says so.
 
     Raises: HostUnsupported, Conflict (another server has this home), CorruptData, StorageFull; nothing is left then.
     """
@@ -78,7 +79,11 @@ class Node:
 
 
 async def _start(
-    stack: AsyncExitStack, settings: Settings, paths: NodePaths, progress: Progress, keep_running: Callable[[], bool]
+    stack: AsyncExitStack,
+    settings: Settings,
+    paths: NodePaths,
+    progress: Progress,
+    keep_running: Callable[[], bool],
 ) -> Node:
     clock, ledger, instance = SystemClock(), Ledger(paths.ledger), load_instance_id(paths)
     assets = await ensure_assets(settings, progress)
@@ -105,7 +110,13 @@ async def _start(
     layers = LayerStore(paths.layers)
     snapshots = SnapshotStore(database, layers, paths.states)
     machines = Machines(
-        settings=settings, paths=paths, ledger=ledger, driver=driver, slots=slots, storage=storage, layers=layers
+        settings=settings,
+        paths=paths,
+        ledger=ledger,
+        driver=driver,
+        slots=slots,
+        storage=storage,
+        layers=layers,
     )
     capturer = Capturer(machines, clock)
     warm_pool = WarmPool(machines, snapshots, tasks, settings.warm_pool_size)
@@ -134,7 +145,9 @@ async def _start(
         deadlines=deadlines,
         capacity=Capacity(settings),
         starts=Bounded(
-            settings.max_starts_in_flight or 2 * (os.cpu_count() or 1), wait_s=settings.start_queue_timeout_s, clock=clock
+            settings.max_starts_in_flight or 2 * (os.cpu_count() or 1),
+            wait_s=settings.start_queue_timeout_s,
+            clock=clock,
         ),
         tasks=tasks,
         tokens=Tokens.load(paths.secrets),
@@ -148,7 +161,12 @@ async def _start(
     await manager.recover()
     tasks.spawn(deadlines.run(), name="deadlines")
     base = BaseTemplate(
-        settings=settings, machines=machines, capturer=capturer, snapshots=snapshots, clock=clock, boot_id=boot_id
+        settings=settings,
+        machines=machines,
+        capturer=capturer,
+        snapshots=snapshots,
+        clock=clock,
+        boot_id=boot_id,
     )
     template = await base.ensure(assets, progress)
     manager.serve(template)
@@ -163,7 +181,12 @@ async def _serve_api(stack: AsyncExitStack, manager: SandboxManager, settings: S
     app = create_app(manager, settings=settings, api_key=load_api_key(settings, paths.secrets))
     paths.control_socket.unlink(missing_ok=True)
     config = uvicorn.Config(
-        app, uds=str(paths.control_socket), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
+        app,
+        uds=str(paths.control_socket),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=5,
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(), name="api")
@@ -208,7 +231,10 @@ async def serve(settings: Settings, *, keep_running: bool) -> None:
 def require_root() -> None:
     """Raises: HostUnsupported."""
     if os.geteuid() != 0:
-        raise HostUnsupported("the node needs root, for network namespaces, mounts and processes of other users", hint="use sudo")
+        raise HostUnsupported(
+            "the node needs root, for network namespaces, mounts and processes of other users",
+            hint="use sudo",
+        )
 
 
 @contextmanager
@@ -224,7 +250,8 @@ def exclusive(paths: NodePaths) -> AsyncIterator[None]:  # type: ignore[misc]
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise Conflict(
-                    f"another server uses {directory}", hint="stop it, or give this one its own AENV_HOME and AENV_RUNTIME"
+                    f"another server uses {directory}",
+                    hint="stop it, or give this one its own AENV_HOME and AENV_RUNTIME",
                 ) from error
         yield
     finally:
@@ -233,7 +260,7 @@ def exclusive(paths: NodePaths) -> AsyncIterator[None]:  # type: ignore[misc]
 
 
 def make_directories(paths: NodePaths, settings: Settings) -> None:
-    """Owners and modes as who works there needs them: blockd unprivileged on layers, VMMs only in their own directory."""
+    """Owners and modes as who works there needs them: blockd unprivileged on layers, VMMs in their own directory."""
     for directory in (paths.home, paths.runtime, paths.machines):
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o711)

@@ -1,14 +1,20 @@
 """Every setting, declared once: type, unit, default and reason.
 
-Values come from, strongest first: command line (the few flags of `aenv server`), environment `AENV_<NAME>`, the TOML file named by
-AENV_CONFIG_PATH, the default here. docs/settings.md is generated from this module; a test fails when they differ.
+Values come from, strongest first: command line (the few flags of `aenv server`), environment `AENV_<NAME>`, the TOML
+file named by AENV_CONFIG_PATH, the default here. docs/settings.md is generated from this module; a test fails when
+they differ.
 """
 
 import os
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 
 class Settings(BaseSettings):
@@ -19,7 +25,8 @@ class Settings(BaseSettings):
     # where things are
     home: Path = Field(Path("/var/lib/aenv"), description="Durable state: database, layers, snapshots, secrets.")
     runtime: Path = Field(
-        Path("/run/aenv"), description="Sockets, mounts and the resource ledger; lost at a reboot, best on a tmpfs."
+        Path("/run/aenv"),
+        description="Sockets, mounts and the resource ledger; lost at a reboot, best on a tmpfs.",
     )
     cache: Path = Field(
         Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "aenv",
@@ -29,47 +36,68 @@ class Settings(BaseSettings):
     # the front door
     listen: str = Field("127.0.0.1:8000", description="HOST:PORT of the public listener (API and sandbox traffic).")
     domain: str = Field(
-        "", description="Wildcard domain of sandbox hosts, `{port}-{sandboxID}.{domain}`; empty: routing by headers only."
+        "",
+        description="Wildcard domain of sandbox hosts, `{port}-{sandboxID}.{domain}`; empty: routing by headers only.",
     )
     api_key: str = Field(
-        "", description="The API key, 32–256 characters of A-Z a-z 0-9 . _ ~ -; empty: generated into <home>/secrets/api-key."
+        "",
+        description="The API key, 32-256 of A-Z a-z 0-9 . _ ~ -; empty: generated into <home>/secrets/api-key.",
     )
-    max_body_mib: int = Field(4, ge=1, description="Largest control-plane request body, MiB. File uploads do not pass here.")
+    max_body_mib: int = Field(
+        4, ge=1, description="Largest control-plane request body, MiB. File uploads do not pass here."
+    )
 
     # virtual machines
     vmm: str = Field("qemu", description="The virtual machine monitor: qemu.")
-    accelerator: str = Field("auto", description="auto, kvm or tcg. auto takes KVM only after a self-test ran a guest on it.")
+    accelerator: str = Field(
+        "auto", description="auto, kvm or tcg. auto takes KVM only after a self-test ran a guest on it."
+    )
     template_vcpus: int = Field(2, ge=1, le=32, description="vCPUs of the built-in template `base`.")
     template_memory_mib: int = Field(1024, ge=128, description="Memory of the built-in template `base`, MiB.")
-    template_disk_mib: int = Field(8192, ge=1024, description="Root disk of the built-in template `base`, MiB; stored sparsely.")
-    warm_pool_size: int = Field(
-        0, ge=0, description="Restored, run-in, stopped VMs of `base` kept ready. Each costs its dirty memory; a create takes one."
+    template_disk_mib: int = Field(
+        8192, ge=1024, description="Root disk of the built-in template `base`, MiB; stored sparsely."
     )
-    boot_timeout_s: float = Field(120.0, gt=0, description="Deadline of a first boot, s; emulated and busy hosts need tens of seconds.")
+    warm_pool_size: int = Field(
+        0,
+        ge=0,
+        description="Restored, run-in, stopped VMs of `base` kept ready; each costs its dirty memory.",
+    )
+    boot_timeout_s: float = Field(
+        120.0, gt=0, description="Deadline of a first boot, s; emulated and busy hosts need tens of seconds."
+    )
     restore_timeout_s: float = Field(60.0, gt=0, description="Deadline of a restore until the guest agent answers, s.")
     freeze_timeout_s: float = Field(
-        5.0, gt=0, description="How long user processes may take to freeze before a capture goes on without it and says so, s."
+        5.0,
+        gt=0,
+        description="How long user processes may take to freeze before a capture goes on without it and says so, s.",
     )
     uid_base: int = Field(
         2_000_000,
         ge=65536,
-        description="edge runs as the uid before this one, blockd as this one, the VMM of slot n as this + n; none may be in use otherwise.",
+        description="blockd runs as this uid, edge as the one before, the VMM of slot n as this + n; none may be in other use.",
     )
 
     # admission
     max_starts_in_flight: int = Field(
-        0, ge=0, description="Starts and resumes at once; 0: twice the CPUs. Simultaneous starts are what kills such systems."
+        0,
+        ge=0,
+        description="Starts and resumes at once; 0: twice the CPUs. Simultaneous starts are what kills such systems.",
     )
     start_queue_timeout_s: float = Field(30.0, ge=0, description="How long a start waits for its turn before 429, s.")
     memory_overcommit: float = Field(
-        4.0, gt=0, description="Nominal guest memory admitted, as a multiple of the host's; idle memory returns to the host."
+        4.0,
+        gt=0,
+        description="Nominal guest memory admitted, as a multiple of the host's; idle memory returns to the host.",
     )
-    min_free_disk_mib: int = Field(1024, ge=0, description="Free space in <home> below which no start or capture begins, MiB.")
+    min_free_disk_mib: int = Field(
+        1024, ge=0, description="Free space in <home> below which no start or capture begins, MiB."
+    )
 
     # time to live
     default_timeout_s: int = Field(300, gt=0, description="Time to live of a sandbox whose request names none, s.")
     default_on_timeout: str = Field(
-        "pause", description="pause or kill, when a request leaves autoPause out. E2B's cloud kills; losing work is worse than keeping it."
+        "pause",
+        description="pause or kill, when a request leaves autoPause out. E2B kills; losing work is worse than keeping it.",
     )
 
     # network
@@ -82,7 +110,9 @@ class Settings(BaseSettings):
         ["10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"],
         description="Never reachable from a sandbox, whatever its policy.",
     )
-    dns_servers: list[str] = Field([], description="Resolvers of sandboxes; empty: the host's own, if any is not on loopback.")
+    dns_servers: list[str] = Field(
+        [], description="Resolvers of sandboxes; empty: the host's own, if any is not on loopback."
+    )
 
     log_format: str = Field("auto", description="auto, json or console. auto: console on a terminal.")
 
@@ -117,8 +147,8 @@ def reference() -> str:
     lines = [
         "# Settings",
         "",
-        "Generated by `python -m aenv.settings`. Strongest first: the flags of `aenv server`, the environment, the TOML file that",
-        "`AENV_CONFIG_PATH` names (same names, lower case), the default.",
+        "Generated by `python -m aenv.settings`. Strongest first: the flags of `aenv server`, the environment, the TOML",
+        "file that `AENV_CONFIG_PATH` names (same names, lower case), the default.",
         "",
         "| environment | default | meaning |",
         "|---|---|---|",

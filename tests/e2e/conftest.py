@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 from e2b import Sandbox
-
 from tests.support.node import NodeProcess
 
 

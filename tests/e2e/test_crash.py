@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 from e2b import Sandbox
-
-from aenv.testing.leftovers import Leftovers
 from tests.e2e.test_lifecycle import COUNTER, counter
 from tests.support.node import NodeProcess
+
+from aenv.testing.leftovers import Leftovers
 
 pytestmark = pytest.mark.vm
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from e2b import Sandbox
+from tests.support.node import NodeProcess
 
 from aenv.testing.leftovers import Leftovers
-from tests.support.node import NodeProcess
 
 pytestmark = [pytest.mark.vm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -58,7 +58,9 @@ def _check_no_growth(node: NodeProcess, cycle: Callable[[], None], times: int) -
 
 def _pooled(thing: str) -> bool:
     """Pool slots are replaced by others of the same number; their names differ."""
-    return thing.split(":")[0] in ("namespaces", "links", "routes", "mounts") and _POOL_SIZE == len(_slots())
+    return (
+        thing.split(":", maxsplit=1)[0] in ("namespaces", "links", "routes", "mounts") and len(_slots()) == _POOL_SIZE
+    )
 
 
 _POOL_SIZE = 4
@@ -95,7 +97,14 @@ def test_twenty_pauses(own_node: NodeProcess) -> None:
     before = Leftovers.now()
     for _ in range(20):
         cycle()
-    kinds = {grown.split(":")[0] for grown in before.grown()} - {"namespaces", "links", "routes", "mounts", "processes", "cgroups"}
+    kinds = {grown.split(":")[0] for grown in before.grown()} - {
+        "namespaces",
+        "links",
+        "routes",
+        "mounts",
+        "processes",
+        "cgroups",
+    }
     assert kinds == set()
     box.kill()
     assert _settle(lambda: list((own_node.runtime / "vm").iterdir()), []) == []

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from e2b import Sandbox, SandboxException
-
 from tests.support.node import NodeProcess
 
 pytestmark = pytest.mark.vm
@@ -73,7 +72,9 @@ def test_ten_snapshots_are_exact_and_small(node: NodeProcess, sandbox: Sandbox) 
 
     snapshots, growth = [], []
     for number in range(10):
-        sandbox.commands.run(f"head -c 4194304 /dev/urandom > data/{number}; head -c 1048576 /dev/urandom > /mnt/{number}; sync")
+        sandbox.commands.run(
+            f"head -c 4194304 /dev/urandom > data/{number}; head -c 1048576 /dev/urandom > /mnt/{number}; sync"
+        )
         digest = sandbox.commands.run("cat data/* /mnt/* | sha256sum").stdout
         before = stored()
         snapshots.append((sandbox.create_snapshot().snapshot_id, digest))

@@ -13,7 +13,7 @@ READY_TIMEOUT_S = 300
 
 
 class NodeProcess:
-    """`aenv server` with its own home and runtime directories. State on disk outlives `stop` and `kill`, until `close`."""
+    """`aenv server` with its own home and runtime directories, whose contents outlive `stop` and `kill`, until `close`."""
 
     def __init__(self, **settings: str) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="aenv-t-", dir="/var/tmp"))

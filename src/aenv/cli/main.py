@@ -1,4 +1,6 @@
-"""Entry point of `aenv`. Commands that run a node import it only when called, so that the client works where a server cannot."""
+"""Entry point of `aenv`. Commands that run a node import it only when called, so that the client works where a server
+cannot.
+"""
 
 import asyncio
 import logging
@@ -12,7 +14,11 @@ from aenv import __version__
 from aenv.errors import AenvError
 from aenv.settings import Settings
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, help="Reinforcement-learning environments as forkable microVMs.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    help="Reinforcement-learning environments as forkable microVMs.",
+)
 
 
 @app.command()

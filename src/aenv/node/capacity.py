@@ -1,6 +1,7 @@
-"""What this node has room for. Memory is counted by what sandboxes were promised, disk by what the file system has left.
+"""What this node has room for: memory counted by what sandboxes were promised, disk by what the file system has left.
 
-State is held here and nowhere else; counts are taken before a start and given back at its end, so that simultaneous starts cannot pass together.
+State is held here and nowhere else; counts are taken before a start and given back at its end, so that simultaneous
+starts cannot pass together.
 """
 
 import os
@@ -26,7 +27,8 @@ class Capacity:
         """Count a machine in. `force` is for those that run already. Raises: NoCapacity."""
         if not force and self.memory_taken_mib + memory_mib > self.memory_limit_mib:
             raise NoCapacity(
-                f"{memory_mib} MiB of memory asked, {self.memory_limit_mib - self.memory_taken_mib} of {self.memory_limit_mib} MiB left",
+                f"{memory_mib} MiB of memory asked, "
+                f"{self.memory_limit_mib - self.memory_taken_mib} of {self.memory_limit_mib} MiB left",
                 hint="pause or kill sandboxes, or raise memory_overcommit",
                 retry_after_s=5,
             )

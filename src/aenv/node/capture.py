@@ -1,7 +1,8 @@
-"""Capturing a running machine: freeze, stop, save, seal; then it is released, goes on in a successor, or goes on in place.
+"""Capturing a running machine: freeze, stop, save, seal; then it is released, goes on in a successor, or goes on in
+place.
 
-Order and reasons are the design's: user processes are frozen from before the stop until after `init`, and the disk is sealed only after the VMM has
-drained its I/O. Until a capture is whole, every failure can be rolled back.
+Order and reasons are the design's: user processes are frozen from before the stop until after `init`, and the disk is
+sealed only after the VMM has drained its I/O. Until a capture is whole, every failure can be rolled back.
 """
 
 import os
@@ -12,7 +13,7 @@ from contextlib import AsyncExitStack
 import structlog
 
 from aenv.clock import Clock
-from aenv.errors import AenvError, GuestUnresponsive, SandboxLost
+from aenv.errors import GuestUnresponsive
 from aenv.guest.client import InitRequest
 from aenv.ids import LayerId, new_machine_id
 from aenv.node.machine import Capture, Machine
@@ -40,11 +41,17 @@ class Capturer:
         return self._result(machine, layers, state, frozen=frozen, stopped_s=self._clock.monotonic_s() - started)
 
     async def capture_and_continue(
-        self, machine: Machine, *, holder: str, persist: Callable[[], Awaitable[None]], require_healthy_guest: bool = False
+        self,
+        machine: Machine,
+        *,
+        holder: str,
+        persist: Callable[[], Awaitable[None]],
+        require_healthy_guest: bool = False,
     ) -> Capture:
         """Capture; the machine goes on at once, in place or in a successor, as its VMM can.
 
-        `persist` is awaited once the successor is known and before it may take over, so that a crash in between is survived.
+        `persist` is awaited once the successor is known and before it may take over, so that a crash in between is
+        survived.
 
         Raises: as `capture_and_stop`.
         """
@@ -84,7 +91,9 @@ class Capturer:
         await machine.vm.resume()
         await self._thaw(machine)
 
-    def _result(self, machine: Machine, memory: tuple[LayerId, ...], state: bytes, *, frozen: bool, stopped_s: float) -> Capture:
+    def _result(
+        self, machine: Machine, memory: tuple[LayerId, ...], state: bytes, *, frozen: bool, stopped_s: float
+    ) -> Capture:
         return Capture(
             disk_layers=machine.disk_layers,
             memory_layers=memory,
@@ -103,7 +112,10 @@ class Capturer:
         except GuestUnresponsive as error:
             reason = error.message
         if required:
-            raise GuestUnresponsive(f"the sandbox's processes did not freeze: {reason}", hint="retry, or pause without requireHealthyGuest")
+            raise GuestUnresponsive(
+                f"the sandbox's processes did not freeze: {reason}",
+                hint="retry, or pause without requireHealthyGuest",
+            )
         log.warning("captured without freezing user processes", owner=machine.owner, reason=reason)
         return False
 
@@ -116,7 +128,7 @@ class Capturer:
             log.warning("guest did not thaw in time", owner=machine.owner, error=error.message)
 
     async def _capture(self, machine: Machine, holder: str) -> tuple[tuple[LayerId, ...], bytes]:
-        """Stop, save, seal. Returns the memory layers and the device state; `machine.disk_layers` has the sealed layer."""
+        """Stop, save, seal. Returns memory layers and device state; `machine.disk_layers` has the sealed layer."""
         machines = self._machines
         disk, memory = machines.layers.new(), machines.layers.new()
         machines.layers.hold(holder, [*machine.layers, disk, memory])
@@ -138,7 +150,11 @@ class Capturer:
         size = machine.shape.memory_mib * MIB
         if isinstance(saved.memory, ProcessMemory):
             await storage.capture_memory(
-                path, size=size, ranges=saved.memory.ranges, mem_fd=saved.memory.mem_fd, pagemap_fd=saved.memory.pagemap_fd
+                path,
+                size=size,
+                ranges=saved.memory.ranges,
+                mem_fd=saved.memory.mem_fd,
+                pagemap_fd=saved.memory.pagemap_fd,
             )
         else:
             await storage.import_memory(saved.memory.path, path, size=size)

@@ -1,4 +1,6 @@
-"""Times to live: an ordered index and one task that sleeps until the earliest deadline. Cost of waiting: nothing; of a change: O(log n)."""
+"""Times to live: an ordered index and one task that sleeps until the earliest deadline. Cost of waiting: nothing; of
+a change: O(log n).
+"""
 
 import asyncio
 import heapq
@@ -8,13 +10,14 @@ from datetime import datetime
 from aenv.clock import Clock
 from aenv.ids import SandboxId
 
-
 _LONGEST_SLEEP_S = 60.0
 """The wall clock may be stepped while we sleep; it is looked at again at least this often."""
 
 
 class Deadlines:
-    """`expired(sandbox)` is called once per deadline, from the task running `run`; a deadline set again replaces the one before."""
+    """`expired(sandbox)` is called once per deadline, from the task running `run`; a deadline set again replaces the
+    one before.
+    """
 
     def __init__(self, clock: Clock, expired: Callable[[SandboxId], None]) -> None:
         self._clock = clock

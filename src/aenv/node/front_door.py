@@ -259,9 +259,7 @@ class FrontDoor:
     def _table(self) -> dict[str, Any]:
         return {"routes": {sandbox_id: asdict(route) for sandbox_id, route in self._routes.items()}}
 
-    async def _tell(
-        self, method: str, path: str, body: dict[str, Any] | None = None
-    ) -> httpx.Response | None:
+    async def _tell(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response | None:
         """The answer; None when edge died meanwhile and its successor has been given the whole table."""
         restored = self._restored
         try:

@@ -1,4 +1,4 @@
-"""A machine: what one running computer holds on this host. Values only; node/machines.py makes, captures and frees them."""
+"""A machine: what one running computer holds on this host. Values only; machines.py makes, captures and frees them."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path

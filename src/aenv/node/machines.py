@@ -1,7 +1,8 @@
 """Makes, adopts and frees machines. Each step that fails takes back what the earlier ones took.
 
-The steps are those of the design: slot, images, VMM process, guest agent. Who may use a machine and when is not decided here (node/sandbox.py
-does); no call may be made on a machine while another is under way. Capturing is in node/capture.py.
+The steps are those of the design: slot, images, VMM process, guest agent. Who may use a machine and when is not
+decided here (node/sandbox.py does); no call may be made on a machine while another is under way. Capturing is in
+node/capture.py.
 """
 
 import asyncio
@@ -24,7 +25,16 @@ from aenv.node.paths import NodePaths
 from aenv.settings import Settings
 from aenv.snapshots.layers import LayerStore
 from aenv.storage.client import BlockdClient
-from aenv.vmm.contract import BootSource, Confinement, Driver, Manifest, NetworkAttachment, Vm, VmRecord, VmSpec
+from aenv.vmm.contract import (
+    BootSource,
+    Confinement,
+    Driver,
+    Manifest,
+    NetworkAttachment,
+    Vm,
+    VmRecord,
+    VmSpec,
+)
 
 MIB = 1024 * 1024
 
@@ -52,7 +62,9 @@ class Machines:
         self._slots = slots
 
     async def boot(self, shape: Shape, disk_layers: Sequence[LayerId], source: BootSource, *, owner: str) -> Machine:
-        """First boot on an all-zero memory. Returns when the guest agent answers. Raises: any AenvError; nothing is left then."""
+        """First boot on an all-zero memory. Returns when the guest agent answers. Raises: any AenvError; nothing is
+        left then.
+        """
 
         async def start(spec: VmSpec) -> Vm:
             return await self.driver.boot(spec, source)
@@ -80,7 +92,9 @@ class Machines:
         owner: str,
         policy: NetworkPolicy,
     ) -> Machine:
-        """A machine that goes on from a captured state, its user processes still frozen. Raises: any AenvError; nothing is left then."""
+        """A machine that goes on from a captured state, its user processes still frozen. Raises: any AenvError;
+        nothing is left then.
+        """
         self.driver.check(manifest)
 
         async def start(spec: VmSpec) -> Vm:
@@ -89,7 +103,7 @@ class Machines:
         return await self._start(shape, disk_layers, memory_layers, start, owner=owner, policy=policy)
 
     async def release(self, machine: Machine) -> None:
-        """Free everything the machine holds; never raises for what is gone already. The guest's unsynced memory is lost."""
+        """Free everything the machine holds; what is gone already is fine. What the guest had in memory is lost."""
         await machine.vm.stop()
         self._slots.release(machine.slot)
         await asyncio.gather(self.free_image(machine.disk_image), self.free_image(memory_image(machine.id)))
@@ -297,4 +311,3 @@ class Machines:
 
 def memory_image(machine_id: MachineId) -> str:
     return f"{machine_id}-memory"
-

@@ -19,8 +19,9 @@ from aenv.lifecycle.table import BEGIN, Step
 from aenv.node.front_door import Route
 from aenv.node.machine import Machine
 from aenv.node.record import SandboxRecord
-from aenv.node.sandbox import Origin, Sandbox, Ticket, origin_of
+from aenv.node.sandbox import Sandbox
 from aenv.node.services import Services
+from aenv.node.ticket import Origin, Ticket, origin_of
 from aenv.node.views import CreateRequest, NodeStats, OnTimeout, PublicState, SandboxView, SnapshotView
 from aenv.snapshots.records import Kind, SnapshotRecord
 
@@ -274,7 +275,10 @@ class SandboxManager:
         if machine is not None:
             sandbox.adopted(machine)
         step = recover(record.lifecycle.state, vm_alive=machine is not None, capture_committed=committed)
-        ticket = Ticket(Request.CONNECT, error=None if machine or committed else SandboxLost("lost at a restart of the node"))
+        ticket = Ticket(
+            Request.CONNECT,
+            error=None if machine or committed else SandboxLost("lost at a restart of the node"),
+        )
         services.tasks.spawn(sandbox.run(step, ticket), name=f"sandbox-{sandbox.id}")
 
     def _routes(self) -> dict[SandboxId, Route]:

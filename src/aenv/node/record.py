@@ -1,7 +1,7 @@
 """What the node remembers of a sandbox over restarts, and how it is written: one row, one JSON value.
 
-The row is written before the action it announces (node/sandbox.py says when). While a machine runs, the row names it, so that the next server
-process can adopt it; while paused, it names the snapshot that holds the state.
+The row is written before the action it announces (node/sandbox.py says when). While a machine runs, the row names it,
+so that the next server process can adopt it; while paused, it names the snapshot that holds the state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SandboxRecord:
     on_timeout: OnTimeout
     secure: bool
     public_traffic: bool
-    policy: NetworkPolicy = NetworkPolicy()
+    policy: NetworkPolicy = field(default_factory=NetworkPolicy)
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     owner: str = "default"

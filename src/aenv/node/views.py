@@ -27,7 +27,7 @@ class CreateRequest:
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     secure: bool = True
-    policy: NetworkPolicy = NetworkPolicy()
+    policy: NetworkPolicy = field(default_factory=NetworkPolicy)
     public_traffic: bool = True
 
 

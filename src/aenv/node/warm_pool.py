@@ -1,7 +1,8 @@
 """Machines of a hot template that are restored, run in and suspended, so that a create need only take one.
 
-Running in pays even for a restored machine: under emulation the first second is spent translating code, under KVM faulting pages in. A machine of
-the pool has no identity yet and its route is closed; what makes it somebody's is `init`, as for every restored one.
+Running in pays even for a restored machine: under emulation the first second is spent translating code, under KVM
+faulting pages in. A machine of the pool has no identity yet and its route is closed; what makes it somebody's is
+`init`, as for every restored one.
 """
 
 import asyncio

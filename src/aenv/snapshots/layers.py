@@ -1,7 +1,8 @@
 """The sealed layers of this node: where they are, and who holds them.
 
-A layer lives as long as somebody holds it: a snapshot record, a sandbox, or a capture in progress. Holds are derived state, in memory: at start every
-record takes its holds again and `sweep` removes what nobody held, so a crash at any point leaves nothing behind and takes nothing away.
+A layer lives as long as somebody holds it: a snapshot record, a sandbox, or a capture in progress. Holds are derived
+state, in memory: at start every record takes its holds again and `sweep` removes what nobody held, so a crash at any
+point leaves nothing behind and takes nothing away.
 """
 
 from collections import Counter
@@ -47,7 +48,7 @@ class LayerStore:
         self._drop(self._holders.pop(holder, frozenset()))
 
     def sweep(self) -> list[LayerId]:
-        """Remove the files that nobody holds; call it once all records have taken their holds. Returns what was removed."""
+        """Remove the files that nobody holds, once all records have taken their holds. Returns what was removed."""
         removed = []
         for path in self._directory.glob(f"*{_SUFFIX}"):
             layer = self.layer_of(path)

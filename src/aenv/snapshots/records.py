@@ -1,6 +1,7 @@
 """What a captured computer is: template, persistent snapshot, pause and fork capture are one record type.
 
-A record is a value: it names layers and a state file, and owns nothing. Who holds what is `layers.LayerStore`'s business.
+A record is a value: it names layers and a state file, and owns nothing. Who holds what is `layers.LayerStore`'s
+business.
 """
 
 from __future__ import annotations

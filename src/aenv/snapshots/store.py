@@ -1,7 +1,7 @@
 """The snapshot records of this node: in memory, backed by the database, with their device-state files and layer holds.
 
-A record is committed only when its state file and layers exist; it is deleted before they go. So whatever is found at start is whole, but for host
-power loss before `durable`, which `load` checks.
+A record is committed only when its state file and layers exist; it is deleted before they go. So whatever is found at
+start is whole, but for host power loss before `durable`, which `load` checks.
 """
 
 import hashlib
@@ -32,7 +32,9 @@ class SnapshotStore:
         self._names: dict[str, SnapshotId] = {}
 
     async def load(self) -> list[CorruptData]:
-        """Read all records and take their holds; removes state files without a record. Returns the records that could not be read, which stay on disk."""
+        """Read all records and take their holds; removes state files without a record. Returns the records that could
+        not be read, which stay on disk.
+        """
         problems = []
         known = set()
         for row in await self._database.read("SELECT id, record FROM snapshots"):
@@ -57,7 +59,8 @@ class SnapshotStore:
         return record
 
     def find(self, reference: str) -> SnapshotRecord:
-        """The record with this id or name; `name:default` and `namespace/name` mean `name`. Pauses and forks cannot be named.
+        """The record with this id or name; `name:default` and `namespace/name` mean `name`. Pauses and forks cannot
+        be named.
 
         Raises: NotFound.
         """
@@ -81,13 +84,19 @@ class SnapshotStore:
         except OSError as error:
             raise CorruptData(f"device state of snapshot {record.id} cannot be read: {error.strerror}") from error
         if hashlib.sha256(state).hexdigest() != record.state_sha256:
-            raise CorruptData(f"device state of snapshot {record.id} is damaged", hint="the snapshot cannot be restored; delete it")
+            raise CorruptData(
+                f"device state of snapshot {record.id} is damaged",
+                hint="the snapshot cannot be restored; delete it",
+            )
         return state
 
     def check_name(self, name: str) -> None:
         """Raises: Conflict when another snapshot has the name."""
         if name in self._names:
-            raise Conflict(f"the name '{name}' is taken by {self._names[name]}", hint="delete that one first, or take another name")
+            raise Conflict(
+                f"the name '{name}' is taken by {self._names[name]}",
+                hint="delete that one first, or take another name",
+            )
 
     # writing
 
@@ -96,7 +105,9 @@ class SnapshotStore:
         try:
             (self._states / snapshot_id).write_bytes(state)
         except OSError as error:
-            raise StorageFull(f"device state could not be written: {error.strerror}", hint="free space in AENV_HOME") from error
+            raise StorageFull(
+                f"device state could not be written: {error.strerror}", hint="free space in AENV_HOME"
+            ) from error
         return hashlib.sha256(state).hexdigest()
 
     def discard_state(self, snapshot_id: SnapshotId) -> None:
@@ -104,7 +115,9 @@ class SnapshotStore:
         if snapshot_id not in self._records:
             (self._states / snapshot_id).unlink(missing_ok=True)
 
-    async def commit(self, record: SnapshotRecord, also: Change | None = None, replaces: Iterable[SnapshotId] = ()) -> None:
+    async def commit(
+        self, record: SnapshotRecord, also: Change | None = None, replaces: Iterable[SnapshotId] = ()
+    ) -> None:
         """Make the record durable, in one transaction with `also` and the removal of the records it replaces.
 
         Raises: Conflict when one of its names is taken, StorageFull; nothing is changed then.
@@ -168,4 +181,3 @@ class SnapshotStore:
                 del self._names[name]
         (self._states / record.id).unlink(missing_ok=True)
         self._layers.release(record.id)
-

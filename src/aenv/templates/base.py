@@ -1,7 +1,7 @@
 """The built-in template `base`: boot the base image once, let it settle, capture it; every sandbox of it is a restore.
 
-It is made again when what it is made of changes (image, kernel, agent, sizes) or when this host cannot restore it. The one before is deleted then;
-sandboxes that stand on its layers go on.
+It is made again when what it is made of changes (image, kernel, agent, sizes) or when this host cannot restore it.
+The one before is deleted then; sandboxes that stand on its layers go on.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,21 @@ NAME = "base"
 _OWNER = "template-base"
 _SETTLE = (
     # What first commands touch is then in the guest's page cache, so in the capture, so shared by all sandboxes.
-    "for i in 1 2 3; do bash -l -c 'ls / && id && hostname' ; done; sudo -n true; python3 -c 'import json, os, sys'; git --version; sync"
+    "for i in 1 2 3; do bash -l -c 'ls / && id && hostname' ; done; "
+    "sudo -n true; python3 -c 'import json, os, sys'; git --version; sync"
 )
 
 
 class BaseTemplate:
     def __init__(
-        self, *, settings: Settings, machines: Machines, capturer: Capturer, snapshots: SnapshotStore, clock: Clock, boot_id: str
+        self,
+        *,
+        settings: Settings,
+        machines: Machines,
+        capturer: Capturer,
+        snapshots: SnapshotStore,
+        clock: Clock,
+        boot_id: str,
     ) -> None:
         self._settings = settings
         self._machines = machines
@@ -42,8 +50,14 @@ class BaseTemplate:
         self._boot_id = boot_id
 
     async def ensure(self, assets: Assets, progress: Callable[[str], None]) -> SnapshotRecord:
-        """The template, built if there is none that fits. Raises: any AenvError; what was there before is still there then."""
-        shape = Shape(self._settings.template_vcpus, self._settings.template_memory_mib, self._settings.template_disk_mib)
+        """The template, built if there is none that fits. Raises: any AenvError; what was there before is still there
+        then.
+        """
+        shape = Shape(
+            self._settings.template_vcpus,
+            self._settings.template_memory_mib,
+            self._settings.template_disk_mib,
+        )
         key = f"{assets.base_key}-{assets.boot_key}-{shape.vcpus}-{shape.memory_mib}-{shape.disk_mib}"
         found = self._current()
         if found is not None and found.source_key == key:
@@ -62,7 +76,12 @@ class BaseTemplate:
             return None
 
     async def _build(
-        self, assets: Assets, shape: Shape, key: str, replaced: SnapshotRecord | None, progress: Callable[[str], None]
+        self,
+        assets: Assets,
+        shape: Shape,
+        key: str,
+        replaced: SnapshotRecord | None,
+        progress: Callable[[str], None],
     ) -> SnapshotRecord:
         layers, snapshot_id = self._machines.layers, new_snapshot_id()
         holder = f"build-{snapshot_id}"

@@ -1,4 +1,6 @@
-"""What a node may leave on a host: processes, namespaces, links, mounts, firewall tables, routes, control groups. Compared before and after."""
+"""What a node may leave on a host: processes, namespaces, links, mounts, firewall tables, routes, control groups.
+Compared before and after.
+"""
 
 import subprocess
 from dataclasses import dataclass, fields
