@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NetworkPolicy:
-    """Egress of one sandbox. CIDRs in text form; an allowed one wins over a denied one; the node's denied_cidrs win over both."""
+    """Egress of one sandbox. CIDRs in text form.
+
+    An allowed one wins over a denied one; the node's denied_cidrs win over both.
+    """
 
     internet: bool = True
     allow_out: tuple[str, ...] = ()
