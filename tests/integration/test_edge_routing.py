@@ -6,8 +6,7 @@ import socket
 from contextlib import closing
 
 import pytest
-
-from tests.support.edge import Edge, Server, raw_to, running_edge, to
+from tests.support.edge import Server, raw_to, running_edge, to
 
 DOMAIN = "sbx.test"
 
@@ -126,7 +125,9 @@ async def test_access_token_guards_envd_only(edge, sandbox):
     assert refused.json() == {"code": 401, "message": refused.json()["message"]}
 
 
-@pytest.mark.parametrize("path", ["/init", "/freeze", "/unfreeze", "/fsfreeze", "/fsthaw", "/collapse", "/%69nit", "//init/"])
+@pytest.mark.parametrize(
+    "path", ["/init", "/freeze", "/unfreeze", "/fsfreeze", "/fsthaw", "/collapse", "/%69nit", "//init/"]
+)
 async def test_control_calls_never_pass(edge, sandbox, path):
     await edge.route("iaaa", "127.1.0.1", generation=2, envd_port=sandbox.port, access_token="s3cret")
     head = f"POST {path} HTTP/1.1\r\nX-Access-Token: s3cret\r\nContent-Length: 2\r\n".encode()

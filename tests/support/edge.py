@@ -165,9 +165,7 @@ class RawClient:
         await self.writer.drain()
 
     async def head(self) -> Answer:
-        first, *lines = (
-            (await self.reader.readuntil(b"\r\n\r\n")).decode("latin1").rstrip("\r\n").split("\r\n")
-        )
+        first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin1").rstrip("\r\n").split("\r\n")
         pairs = [line.split(":", 1) for line in lines]
         return Answer(int(first.split(" ")[1]), {name.lower(): value.strip() for name, value in pairs})
 
@@ -213,9 +211,7 @@ class Edge:
     def log(self) -> str:
         return (self.directory / "log").read_text()
 
-    async def route(
-        self, sandbox_id: str, address: str | None, generation: int = 1, **other: Any
-    ) -> httpx.Response:
+    async def route(self, sandbox_id: str, address: str | None, generation: int = 1, **other: Any) -> httpx.Response:
         fields = {"state": "running", "envd_port": 49983, "access_token": None, "traffic_token": None}
         body = {"generation": generation, "address": address, **fields, **other}
         return await self.admin.put(f"/routes/{sandbox_id}", json=body)
