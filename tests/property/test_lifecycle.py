@@ -1,7 +1,7 @@
 """The transition table, played by a small node against a small world in which everything may fail at any point.
 
-`World` is the model: what really exists, whatever the server believes. `Node` reads decisions exactly as table.py says a
-node must. The rules below make requests, end work in every way it can end, kill VMs, servers and hosts, between any two
+`World` is the model: what really exists, whatever the server believes. `Node` reads decisions exactly as table.py says
+a node must. The rules below make requests, end work in every way it can end, kill VMs, servers and hosts, between any two
 actions too.
 """
 
@@ -478,6 +478,19 @@ class Lifecycles(RuleBasedStateMachine):
 
 Lifecycles.TestCase.settings = settings(max_examples=1000, stateful_step_count=40, deadline=None)
 TestLifecycles = Lifecycles.TestCase
+
+
+def test_a_pause_that_cannot_be_written_down_is_undone() -> None:
+    world, answers = World(), Counter[int]()
+    node = Node(world, Lifecycle(), answers)
+    node.take(BEGIN)
+    node.end_work(Outcome.STARTED)
+    node.inbox.append((1, Request.PAUSE))
+    node.read_inbox()
+    node.countdown = 0  # the next write fails
+    node.end_work(Outcome.CAPTURED)
+    assert (node.lifecycle.state, node.armed, answers[1]) == (State.RUNNING, True, 1)
+    assert (world.capture, world.vm is not None and world.vm.user_code) == (False, "runs")
 
 
 def test_every_request_is_decided_in_every_state() -> None:
