@@ -126,8 +126,7 @@ async def _start(
     front_door = await ensure_edge(settings, ledger)
 
     async def end_front_door() -> None:
-        if not keep_running():
-            await front_door.stop()
+        await (front_door.close() if keep_running() else front_door.stop())
 
     stack.push_async_callback(end_front_door)
     manager: SandboxManager

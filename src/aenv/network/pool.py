@@ -130,6 +130,10 @@ class SlotPool:
         if self._in_use.pop(slot.index, None) is not None:
             self._job(self._free_logged(slot.index), "free")
 
+    def assign(self, slot: Slot, owner: str) -> None:
+        """Record another owner of a slot in use."""
+        self._record(slot, owner)
+
     async def set_policy(self, slot: Slot, policy: NetworkPolicy) -> None:
         """Replace the policy of a slot in use, at once and for flows that exist too.
 

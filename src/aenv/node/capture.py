@@ -62,7 +62,7 @@ class Capturer:
         machines, successor_id = self._machines, new_machine_id()
         async with AsyncExitStack() as undo:
             workdir = await undo.enter_async_context(machines.workdir(successor_id, machine.owner, machine.slot))
-            image = machines.memory(successor_id, machine.shape, (), machine.slot, machine.owner, pending=True)
+            image = machines.memory(successor_id, machine.shape, None, machine.slot, machine.owner)
             memory = await undo.enter_async_context(image)
             spec = machines.spec(successor_id, workdir, machine.shape, memory, machine.disk_path, machine.slot)
             successor = await machines.driver.prepare_successor(machine.vm, spec)
@@ -73,7 +73,7 @@ class Capturer:
             frozen = await self._freeze(machine, required=require_healthy_guest)
             started = self._clock.monotonic_s()
             layers, state = await self._capture(machine, holder)
-            await machines.storage.complete_image(memory_image(successor_id), machines.layers.paths(layers))
+            await machines.storage.complete(memory_image(successor_id), machines.layers.paths(layers))
             vm = await successor.take_over(state)
             stopped_s = self._clock.monotonic_s() - started
             undo.pop_all()
@@ -135,9 +135,8 @@ class Capturer:
         await machine.vm.suspend()
         saved = await machine.vm.save()
         try:
-            sealed = await machines.storage.snapshot_image(machine.disk_image, machines.layers.path(disk))
-            if sealed is not None:
-                machine.disk_layers += (disk,)
+            await machines.storage.snapshot(machine.disk_image, machines.layers.path(disk))
+            machine.disk_layers += (disk,)
             await self._capture_memory(machine, saved, memory)
         finally:
             if isinstance(saved.memory, ProcessMemory):

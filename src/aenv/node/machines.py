@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from aenv.errors import AenvError, GuestUnresponsive, NotFound, OperationFailed, SandboxLost
+from aenv.errors import AenvError, GuestUnresponsive, OperationFailed, SandboxLost
 from aenv.guest.client import EnvdClient
 from aenv.ids import LayerId, MachineId, new_machine_id
 from aenv.ledger import Ledger
@@ -193,13 +193,8 @@ class Machines:
         try:
             upper.mkdir(mode=0o700)
             os.chown(upper, self.settings.blockd_uid, self.settings.blockd_uid)
-            opened = await self.storage.open_image(
-                image,
-                kind="disk",
-                layers=self.layers.paths(layers),
-                size=shape.disk_mib * MIB,
-                upper=upper,
-                uid=slot.uid,
+            opened = await self.storage.open_disk(
+                image, layers=self.layers.paths(layers), size=shape.disk_mib * MIB, upper=upper, uid=slot.uid
             )
             yield opened.path
         except BaseException:
@@ -208,36 +203,24 @@ class Machines:
 
     @asynccontextmanager
     async def memory(
-        self,
-        machine_id: MachineId,
-        shape: Shape,
-        layers: Sequence[LayerId],
-        slot: Slot,
-        owner: str,
-        *,
-        pending: bool = False,
+        self, machine_id: MachineId, shape: Shape, layers: Sequence[LayerId] | None, slot: Slot, owner: str
     ) -> AsyncIterator[Path]:
-        image = memory_image(machine_id)
+        """Memory of these layers, all zero without any; None: pending."""
+        image, size = memory_image(machine_id), shape.memory_mib * MIB
         self._ledger.record("image", image, owner=owner)
         try:
-            opened = await self.storage.open_image(
-                image,
-                kind="memory",
-                layers=self.layers.paths(layers),
-                size=shape.memory_mib * MIB,
-                uid=slot.uid,
-                pending=pending,
-            )
+            if layers is None:
+                opened = await self.storage.open_pending_memory(image, size=size, uid=slot.uid)
+            else:
+                paths = self.layers.paths(layers)
+                opened = await self.storage.open_memory(image, layers=paths, size=size, uid=slot.uid)
             yield opened.path
         except BaseException:
             await self.free_image(image)
             raise
 
     async def free_image(self, image: str) -> None:
-        try:
-            await self.storage.close_image(image, discard=True)
-        except NotFound:
-            pass
+        await self.storage.close(image, discard=True)
         shutil.rmtree(self._paths.uppers / image, ignore_errors=True)
         self._ledger.erase("image", image)
 
@@ -254,8 +237,8 @@ class Machines:
             shape = Shape(**data["shape"])
             slot = await self._slots.adopt(data["slot"])
             vm = await self._adopt_vm(data)
-            disk = await self.storage.get_image(data["disk_image"])
-            memory = await self.storage.get_image(memory_image(MachineId(vm.record.vm_id)))
+            disk = await self.storage.image(data["disk_image"])
+            memory = await self.storage.image(memory_image(MachineId(vm.record.vm_id)))
             if disk.failed or memory.failed:
                 raise SandboxLost("its storage failed")
         except SandboxLost:
@@ -294,7 +277,7 @@ class Machines:
             if path.name not in machine_ids:
                 self.free_workdir(MachineId(path.name))
                 freed += 1
-        for image in await self.storage.list_images():
+        for image in await self.storage.images():
             if image.id not in images:
                 await self.free_image(image.id)
                 freed += 1
