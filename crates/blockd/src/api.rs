@@ -53,7 +53,11 @@ struct OneLayer {
 }
 
 /// Answers one request. `descriptors` came with it.
-pub async fn handle(api: Arc<Api>, descriptors: Descriptors, request: Request<Incoming>) -> std::result::Result<Response<Full<Bytes>>, Infallible> {
+pub async fn handle(
+    api: Arc<Api>,
+    descriptors: Descriptors,
+    request: Request<Incoming>,
+) -> std::result::Result<Response<Full<Bytes>>, Infallible> {
     let (head, body) = request.into_parts();
     let body = Limited::new(body, MAX_BODY).collect().await;
     // Taken whatever becomes of the request, so that the next one on this connection does not find them.
@@ -68,14 +72,23 @@ pub async fn handle(api: Arc<Api>, descriptors: Descriptors, request: Request<In
             };
             // Goes on to its end even when the client hangs up.
             let done = tokio::task::spawn_blocking(route).await;
-            done.unwrap_or_else(|panic| Err(Error::new(Code::Io, format!("internal error: {panic}"))))
+            done.unwrap_or_else(|panic| {
+                Err(Error::new(Code::Io, format!("internal error: {panic}")))
+            })
         }
     };
     Ok(respond(answer))
 }
 
 impl Api {
-    fn route(&self, method: &Method, path: &str, query: &str, body: &[u8], descriptors: Vec<OwnedFd>) -> Result<Answer> {
+    fn route(
+        &self,
+        method: &Method,
+        path: &str,
+        query: &str,
+        body: &[u8],
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Answer> {
         let segments: Vec<&str> = path.trim_matches('/').split('/').collect();
         let files = || self.images.store().files().clone();
         match (method.as_str(), segments.as_slice()) {
@@ -96,7 +109,9 @@ impl Api {
                 answer(self.images.open(id, parse::<OpenRequest>(body)?)?)
             }
             ("DELETE", ["images", id]) => nothing(self.images.close(id, discard(query)?)),
-            ("POST", ["images", id, "complete"]) => answer(self.images.complete(id, &parse::<Layers>(body)?.layers)?),
+            ("POST", ["images", id, "complete"]) => {
+                answer(self.images.complete(id, &parse::<Layers>(body)?.layers)?)
+            }
             ("POST", ["images", id, "snapshot"]) => {
                 let sealed = self.images.snapshot(id, &parse::<OneLayer>(body)?.layer)?;
                 METRICS.snapshots.fetch_add(1, Ordering::Relaxed);
@@ -113,7 +128,8 @@ impl Api {
                 check_paths([&request.layer])?;
                 let [memory, pagemap] = <[OwnedFd; 2]>::try_from(descriptors).map_err(|got| {
                     let message = format!("{} descriptors came with the request, not 2", got.len());
-                    Error::invalid(message).with_hint("pass /proc/PID/mem and /proc/PID/pagemap, in this order")
+                    Error::invalid(message)
+                        .with_hint("pass /proc/PID/mem and /proc/PID/pagemap, in this order")
                 })?;
                 memory_layer(capture(files(), request, memory, pagemap)?)
             }
@@ -136,7 +152,11 @@ impl Api {
             ("POST", ["layers", "sync"]) => {
                 let Layers { layers } = parse(body)?;
                 check_paths(&layers)?;
-                nothing(layers.iter().try_for_each(|path| self.images.store().open(path)?.sync(&*files())))
+                nothing(
+                    layers
+                        .iter()
+                        .try_for_each(|path| self.images.store().open(path)?.sync(&*files())),
+                )
             }
             ("POST", ["layers", "verify"]) => {
                 let OneLayer { layer } = parse(body)?;
@@ -149,14 +169,19 @@ impl Api {
                     "uuid": layer.uuid.map(|uuid| uuid.to_string()),
                 }))
             }
-            _ => Err(Error::new(Code::NotFound, format!("no such operation: {method} {path}"))),
+            _ => Err(Error::new(
+                Code::NotFound,
+                format!("no such operation: {method} {path}"),
+            )),
         }
     }
 }
 
 fn memory_layer((written, copied): (Written, Copied)) -> Result<Answer> {
     METRICS.captures.fetch_add(1, Ordering::Relaxed);
-    METRICS.captured_pages.fetch_add(copied.pages, Ordering::Relaxed);
+    METRICS
+        .captured_pages
+        .fetch_add(copied.pages, Ordering::Relaxed);
     answer(json!({
         "path": written.path,
         "size_bytes": written.size_bytes,
@@ -167,11 +192,13 @@ fn memory_layer((written, copied): (Written, Copied)) -> Result<Answer> {
 }
 
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
-    serde_json::from_slice(body).map_err(|error| Error::invalid(format!("the request's body: {error}")))
+    serde_json::from_slice(body)
+        .map_err(|error| Error::invalid(format!("the request's body: {error}")))
 }
 
 fn answer(value: impl Serialize) -> Result<Answer> {
-    let value = serde_json::to_value(value).map_err(|error| Error::new(Code::Io, format!("encode the answer: {error}")))?;
+    let value = serde_json::to_value(value)
+        .map_err(|error| Error::new(Code::Io, format!("encode the answer: {error}")))?;
     Ok(Answer::Json(value))
 }
 
@@ -183,13 +210,24 @@ fn discard(query: &str) -> Result<bool> {
     match query {
         "" | "discard=0" => Ok(false),
         "discard=1" => Ok(true),
-        _ => Err(Error::invalid(format!("query {query:?}: only discard=1 is known"))),
+        _ => Err(Error::invalid(format!(
+            "query {query:?}: only discard=1 is known"
+        ))),
     }
 }
 
 fn check_id(id: &str) -> Result<()> {
-    let fits = (1..=128).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
-    if fits { Ok(()) } else { Err(Error::invalid("an image id is 1 to 128 letters, digits, '-', '_' and '.'")) }
+    let fits = (1..=128).contains(&id.len())
+        && id
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+    if fits {
+        Ok(())
+    } else {
+        Err(Error::invalid(
+            "an image id is 1 to 128 letters, digits, '-', '_' and '.'",
+        ))
+    }
 }
 
 const fn status(code: Code) -> StatusCode {
@@ -209,14 +247,21 @@ fn respond(answer: Result<Answer>) -> Response<Full<Bytes>> {
         Ok(Answer::Json(value)) => (StatusCode::OK, Some("application/json"), value.to_string()),
         Ok(Answer::Text(text)) => (StatusCode::OK, Some("text/plain; version=0.0.4"), text),
         Err(error) => {
-            let body = json!({"code": error.code.name(), "message": error.message, "hint": error.hint});
-            (status(error.code), Some("application/json"), body.to_string())
+            let body =
+                json!({"code": error.code.name(), "message": error.message, "hint": error.hint});
+            (
+                status(error.code),
+                Some("application/json"),
+                body.to_string(),
+            )
         }
     };
     let mut response = Response::new(Full::new(Bytes::from(body)));
     *response.status_mut() = status;
     if let Some(kind) = kind {
-        response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static(kind));
+        response
+            .headers_mut()
+            .insert(header::CONTENT_TYPE, header::HeaderValue::from_static(kind));
     }
     response
 }

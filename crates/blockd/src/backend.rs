@@ -65,8 +65,12 @@ pub struct HostFiles {
 impl HostFiles {
     pub fn new(own_device: Option<u64>) -> io::Result<Self> {
         let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
-        let value = u128::from_str_radix(&text.trim().replace('-', ""), 16).map_err(io::Error::other)?;
-        Ok(Self { boot_id: value.to_be_bytes(), own_device })
+        let value =
+            u128::from_str_radix(&text.trim().replace('-', ""), 16).map_err(io::Error::other)?;
+        Ok(Self {
+            boot_id: value.to_be_bytes(),
+            own_device,
+        })
     }
 }
 
@@ -82,10 +86,16 @@ impl Files for HostFiles {
             .open(path)?;
         let metadata = file.metadata()?;
         if !metadata.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "not a regular file",
+            ));
         }
         if self.own_device == Some(metadata.dev()) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "inside blockd's own mount"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "inside blockd's own mount",
+            ));
         }
         Ok(Arc::new(HostBlob(file)))
     }
@@ -100,13 +110,24 @@ impl Files for HostFiles {
     }
 
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
-        let [from, to] = [from, to].map(|path| std::ffi::CString::new(path.as_os_str().as_encoded_bytes()));
+        let [from, to] =
+            [from, to].map(|path| std::ffi::CString::new(path.as_os_str().as_encoded_bytes()));
         let (from, to) = (from?, to?);
         // SAFETY: both are NUL-terminated strings that live across the call.
         let failed = unsafe {
-            libc::renameat2(libc::AT_FDCWD, from.as_ptr(), libc::AT_FDCWD, to.as_ptr(), libc::RENAME_NOREPLACE)
+            libc::renameat2(
+                libc::AT_FDCWD,
+                from.as_ptr(),
+                libc::AT_FDCWD,
+                to.as_ptr(),
+                libc::RENAME_NOREPLACE,
+            )
         };
-        if failed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        if failed == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
@@ -150,13 +171,25 @@ impl Blob for HostBlob {
 
     fn write_out(&self, offset: u64, length: u64, wait: bool) -> io::Result<()> {
         let flags = if wait {
-            libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER
+            libc::SYNC_FILE_RANGE_WAIT_BEFORE
+                | libc::SYNC_FILE_RANGE_WRITE
+                | libc::SYNC_FILE_RANGE_WAIT_AFTER
         } else {
             libc::SYNC_FILE_RANGE_WRITE
         };
         // SAFETY: a call on a descriptor we own; no memory is passed.
-        let failed =
-            unsafe { libc::sync_file_range(self.0.as_raw_fd(), offset.cast_signed(), length.cast_signed(), flags) };
-        if failed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        let failed = unsafe {
+            libc::sync_file_range(
+                self.0.as_raw_fd(),
+                offset.cast_signed(),
+                length.cast_signed(),
+                flags,
+            )
+        };
+        if failed == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
     }
 }

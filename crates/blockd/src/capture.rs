@@ -51,12 +51,19 @@ struct ProcessMemory {
 ///
 /// # Errors
 /// Nothing is left behind. `invalid` for ranges that overlap or do not fit.
-pub fn capture(files: Arc<dyn Files>, request: CaptureRequest, memory: OwnedFd, pagemap: OwnedFd) -> Result<(Written, Copied)> {
+pub fn capture(
+    files: Arc<dyn Files>,
+    request: CaptureRequest,
+    memory: OwnedFd,
+    pagemap: OwnedFd,
+) -> Result<(Written, Copied)> {
     let ranges = sorted(request.ranges, request.size)?;
-    let guest: Vec<Range<u64>> =
-        ranges.iter().map(|range| range.guest_offset..range.guest_offset + range.length).collect();
-    let source = ProcessMemory { memory: memory.into(), pagemap: pagemap.into(), ranges };
-    make_layer(files, &request.layer, request.size, &source, &guest, ZeroPages::Map)
+    let source = ProcessMemory {
+        memory: memory.into(),
+        pagemap: pagemap.into(),
+        ranges,
+    };
+    make_layer(files, &request.layer, request.size, &source, ZeroPages::Map)
 }
 
 fn sorted(mut ranges: Vec<MemoryRange>, size: u64) -> Result<Vec<MemoryRange>> {
@@ -65,11 +72,21 @@ fn sorted(mut ranges: Vec<MemoryRange>, size: u64) -> Result<Vec<MemoryRange>> {
     let mut end = 0;
     for range in &ranges {
         let aligned = (range.guest_offset | range.host_address | range.length) % PAGE == 0;
-        let guest_end = range.guest_offset.checked_add(range.length).filter(|&end| end <= size);
-        let host_end = range.host_address.checked_add(range.length).filter(|&end| i64::try_from(end).is_ok());
+        let guest_end = range
+            .guest_offset
+            .checked_add(range.length)
+            .filter(|&end| end <= size);
+        let host_end = range
+            .host_address
+            .checked_add(range.length)
+            .filter(|&end| i64::try_from(end).is_ok());
         match guest_end.filter(|_| aligned && host_end.is_some() && range.guest_offset >= end) {
             Some(guest_end) => end = guest_end,
-            None => return Err(Error::invalid(format!("{range:?}: unaligned, overlapping or out of bounds"))),
+            None => {
+                return Err(Error::invalid(format!(
+                    "{range:?}: unaligned, overlapping or out of bounds"
+                )));
+            }
         }
     }
     Ok(ranges)
@@ -78,20 +95,35 @@ fn sorted(mut ranges: Vec<MemoryRange>, size: u64) -> Result<Vec<MemoryRange>> {
 impl ProcessMemory {
     /// Host address of a guest offset in one of the ranges.
     fn address(&self, offset: u64) -> u64 {
-        let index = self.ranges.partition_point(|range| range.guest_offset + range.length <= offset);
+        let index = self
+            .ranges
+            .partition_point(|range| range.guest_offset + range.length <= offset);
         self.ranges[index].host_address + (offset - self.ranges[index].guest_offset)
     }
 }
 
 impl Source for ProcessMemory {
+    fn ranges(&self) -> Vec<Range<u64>> {
+        self.ranges
+            .iter()
+            .map(|range| range.guest_offset..range.guest_offset + range.length)
+            .collect()
+    }
+
     fn extents(&self, window: Range<u64>) -> Result<Vec<Range<u64>>> {
         let pages = ((window.end - window.start) / PAGE) as usize;
         let mut flags = vec![0; pages * PAGEMAP_ENTRY as usize];
         let place = self.address(window.start) / PAGE * PAGEMAP_ENTRY;
-        self.pagemap.read_exact_at(&mut flags, place).context(|| "read the page map of the process".into())?;
+        self.pagemap
+            .read_exact_at(&mut flags, place)
+            .context(|| "read the page map of the process".into())?;
         let mut extents: Vec<Range<u64>> = Vec::new();
         let (entries, _) = flags.as_chunks::<{ PAGEMAP_ENTRY as usize }>();
-        for (page, flags) in entries.iter().map(|bytes| u64::from_le_bytes(*bytes)).enumerate() {
+        for (page, flags) in entries
+            .iter()
+            .map(|bytes| u64::from_le_bytes(*bytes))
+            .enumerate()
+        {
             if flags & SWAPPED == 0 && flags & (PRESENT | FILE_OR_SHARED) != PRESENT {
                 continue;
             }
@@ -106,6 +138,8 @@ impl Source for ProcessMemory {
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let address = self.address(offset);
-        self.memory.read_exact_at(buffer, address).context(|| format!("read the process's memory at {address:#x}"))
+        self.memory
+            .read_exact_at(buffer, address)
+            .context(|| format!("read the process's memory at {address:#x}"))
     }
 }

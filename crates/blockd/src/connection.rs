@@ -26,17 +26,29 @@ pub struct Connection {
 impl Connection {
     pub fn new(stream: UnixStream) -> (Self, Descriptors) {
         let descriptors = Descriptors::default();
-        (Self { stream, descriptors: descriptors.clone() }, descriptors)
+        (
+            Self {
+                stream,
+                descriptors: descriptors.clone(),
+            },
+            descriptors,
+        )
     }
 }
 
 impl Read for Connection {
-    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, mut target: ReadBufCursor<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        mut target: ReadBufCursor<'_>,
+    ) -> Poll<io::Result<()>> {
         loop {
             ready!(self.stream.poll_read_ready(context))?;
             // SAFETY: only initialised bytes are ever written to what `as_mut` gives, and only those are advanced over.
             let buffer = unsafe { target.as_mut() };
-            let received = self.stream.try_io(Interest::READABLE, || receive(self.stream.as_raw_fd(), buffer));
+            let received = self.stream.try_io(Interest::READABLE, || {
+                receive(self.stream.as_raw_fd(), buffer)
+            });
             match received {
                 Ok((length, descriptors)) => {
                     let mut kept = self.descriptors.lock();
@@ -54,7 +66,11 @@ impl Read for Connection {
 }
 
 impl Write for Connection {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(context, data)
     }
 
@@ -73,7 +89,10 @@ type Control = [u64; 8];
 /// One recvmsg(2): bytes written to `buffer`, and descriptors that came with them.
 fn receive(socket: RawFd, buffer: &mut [MaybeUninit<u8>]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut control: Control = [0; 8];
-    let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    let mut part = libc::iovec {
+        iov_base: buffer.as_mut_ptr().cast(),
+        iov_len: buffer.len(),
+    };
     // SAFETY: msghdr is plain data for which zeros are valid.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = &raw mut part;
@@ -89,7 +108,7 @@ fn receive(socket: RawFd, buffer: &mut [MaybeUninit<u8>]) -> io::Result<(usize, 
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
         while let Some(found) = header.as_ref() {
             if found.cmsg_level == libc::SOL_SOCKET && found.cmsg_type == libc::SCM_RIGHTS {
-                let bytes = found.cmsg_len as usize - libc::CMSG_LEN(0) as usize;
+                let bytes = found.cmsg_len - libc::CMSG_LEN(0) as usize;
                 let data: *const RawFd = libc::CMSG_DATA(header).cast();
                 for index in 0..bytes / size_of::<RawFd>() {
                     // Each number is a descriptor that the kernel just made for us; nobody else knows it.

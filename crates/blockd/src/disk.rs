@@ -15,8 +15,8 @@ use crate::format::SECTOR;
 use crate::index::{ExtentMap, Place, split};
 use crate::layer::{Layer, LayerStore};
 use crate::stack::Stack;
-use crate::uuid::Uuid;
 use crate::upper::{SealError, Upper};
+use crate::uuid::Uuid;
 
 struct View {
     below: Arc<Stack>,
@@ -63,7 +63,11 @@ impl Disk {
             files,
             size: upper.virtual_size,
             gate: RwLock::new(()),
-            view: RwLock::new(View { below: Arc::new(below), upper: Arc::new(upper), map }),
+            view: RwLock::new(View {
+                below: Arc::new(below),
+                upper: Arc::new(upper),
+                map,
+            }),
             flushed: Mutex::new(Flushed::default()),
             failed: OnceLock::new(),
         })
@@ -91,7 +95,11 @@ impl Disk {
         let sectors = self.sectors(offset, buffer.len() as u64)?;
         let (pieces, upper, below) = {
             let view = self.view.read();
-            (view.map.pieces(sectors.clone()), view.upper.clone(), view.below.clone())
+            (
+                view.map.pieces(sectors.clone()),
+                view.upper.clone(),
+                view.below.clone(),
+            )
         };
         for piece in pieces {
             let place = |sector: u64| ((sector - sectors.start) * SECTOR) as usize;
@@ -100,7 +108,10 @@ impl Disk {
                 None => below.read(piece.sectors.start * SECTOR, target)?,
                 Some(Place::Zeroed) => target.fill(0),
                 Some(Place::Data(physical)) => {
-                    upper.data.read_at(target, physical * SECTOR).context(|| "read upper".into())?;
+                    upper
+                        .data
+                        .read_at(target, physical * SECTOR)
+                        .context(|| "read upper".into())?;
                 }
             }
         }
@@ -125,7 +136,9 @@ impl Disk {
         }
         let upper = self.view.read().upper.clone();
         let physical = upper.append(data).context(|| "write upper".into())?;
-        let written_out = upper.write_out(physical, data.len() as u64).context(|| "write upper out".into());
+        let written_out = upper
+            .write_out(physical, data.len() as u64)
+            .context(|| "write upper out".into());
         written_out.inspect_err(|error| self.fail(&error.message))?;
         self.commit(&upper, sectors, Place::Data(physical))
     }
@@ -142,7 +155,9 @@ impl Disk {
 
     fn commit(&self, upper: &Upper, sectors: Range<u64>, place: Place) -> Result<()> {
         let publish = || self.view.write().map.insert(sectors.clone(), place);
-        upper.commit(split(sectors.clone(), place), publish).context(|| "write upper's index".into())
+        upper
+            .commit(split(sectors.clone(), place), publish)
+            .context(|| "write upper's index".into())
     }
 
     /// Everything acknowledged before the call is on stable storage: upper and all layers below. A failure is final, since the kernel may have dropped what it could not write.
@@ -153,7 +168,8 @@ impl Disk {
             let view = self.view.read();
             (view.upper.clone(), view.below.clone())
         };
-        self.flush_to(&mut flushed, &upper, &below).inspect_err(|error| self.fail(&error.message))
+        self.flush_to(&mut flushed, &upper, &below)
+            .inspect_err(|error| self.fail(&error.message))
     }
 
     fn flush_to(&self, flushed: &mut Flushed, upper: &Upper, below: &Stack) -> Result<()> {
@@ -165,11 +181,18 @@ impl Disk {
         if named && entries == flushed.entries {
             return Ok(());
         }
-        upper.sync(&*self.files, entries).context(|| "flush upper".into())?;
+        upper
+            .sync(&*self.files, entries)
+            .context(|| "flush upper".into())?;
         if !named {
-            upper.sync_names(&*self.files).context(|| "flush upper's directory".into())?;
+            upper
+                .sync_names(&*self.files)
+                .context(|| "flush upper's directory".into())?;
         }
-        *flushed = Flushed { upper: Some(upper.uuid), entries };
+        *flushed = Flushed {
+            upper: Some(upper.uuid),
+            entries,
+        };
         Ok(())
     }
 
@@ -182,22 +205,34 @@ impl Disk {
         self.alive()?;
         let (upper, below, entries) = {
             let view = self.view.read();
-            let top = view.below.layers().last().filter(|top| top.path == layer && view.map.is_empty());
+            let top = view
+                .below
+                .layers()
+                .last()
+                .filter(|top| top.path == layer && view.map.is_empty());
             if let Some((top, uuid)) = top.and_then(|top| Some((top, top.uuid?))) {
                 return Ok(describe(top, uuid));
             }
             (view.upper.clone(), view.below.clone(), view.map.entries())
         };
         if below.is_full() {
-            return Err(Error::conflict("the stack has as many layers as it can have").with_hint("compact it first"));
+            return Err(
+                Error::conflict("the stack has as many layers as it can have")
+                    .with_hint("compact it first"),
+            );
         }
-        let next = upper.seal(&*self.files, &entries, layer).map_err(|error| match error {
-            SealError::Undone(error) => error,
-            SealError::Terminal(error) => {
-                self.fail(&error.message);
-                Error { code: Code::Terminal, ..error }
-            }
-        })?;
+        let next = upper
+            .seal(&*self.files, &entries, layer)
+            .map_err(|error| match error {
+                SealError::Undone(error) => error,
+                SealError::Terminal(error) => {
+                    self.fail(&error.message);
+                    Error {
+                        code: Code::Terminal,
+                        ..error
+                    }
+                }
+            })?;
         let size_bytes = upper.data.len().unwrap_or_else(|_| upper.data_bytes());
         let top = Arc::new(Layer::sealed(
             layer.to_owned(),
@@ -209,15 +244,21 @@ impl Disk {
         ));
         store.adopt(&top);
         let below = Arc::new(below.with(top.clone()));
-        *self.view.write() = View { below, upper: Arc::new(next), map: ExtentMap::default() };
+        *self.view.write() = View {
+            below,
+            upper: Arc::new(next),
+            map: ExtentMap::default(),
+        };
         Ok(describe(&top, upper.uuid))
     }
 
     /// The sectors of a byte range.
     fn sectors(&self, offset: u64, length: u64) -> Result<Range<u64>> {
         self.alive()?;
-        if offset % SECTOR != 0 || length % SECTOR != 0 {
-            return Err(Error::invalid(format!("{offset}+{length} is not whole sectors")));
+        if !offset.is_multiple_of(SECTOR) || !length.is_multiple_of(SECTOR) {
+            return Err(Error::invalid(format!(
+                "{offset}+{length} is not whole sectors"
+            )));
         }
         if offset.checked_add(length).is_none_or(|end| end > self.size) {
             return Err(Error::invalid(format!("{offset}+{length} is past the end")));
@@ -228,7 +269,10 @@ impl Disk {
     fn alive(&self) -> Result<()> {
         match self.failed() {
             None => Ok(()),
-            Some(why) => Err(Error::new(Code::Terminal, format!("the image has failed: {why}"))),
+            Some(why) => Err(Error::new(
+                Code::Terminal,
+                format!("the image has failed: {why}"),
+            )),
         }
     }
 

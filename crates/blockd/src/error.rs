@@ -44,7 +44,11 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), hint: String::new() }
+        Self {
+            code,
+            message: message.into(),
+            hint: String::new(),
+        }
     }
 
     pub fn invalid(message: impl Into<String>) -> Self {
@@ -64,15 +68,28 @@ impl Error {
         let (code, hint) = match cause.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => (Code::NoSpace, "free space on the host's disk"),
             Some(libc::ENOENT) => (Code::NotFound, ""),
-            Some(libc::EEXIST) => (Code::Conflict, "give another path; sealed layers are never overwritten"),
-            Some(libc::EACCES | libc::EPERM) => (Code::Io, "the directory must be writable by the uid blockd runs as"),
+            Some(libc::EEXIST) => (
+                Code::Conflict,
+                "give another path; sealed layers are never overwritten",
+            ),
+            Some(libc::EACCES | libc::EPERM) => (
+                Code::Io,
+                "the directory must be writable by the uid blockd runs as",
+            ),
             _ => (Code::Io, ""),
         };
-        Self { code, message: format!("{what}: {cause}"), hint: hint.into() }
+        Self {
+            code,
+            message: format!("{what}: {cause}"),
+            hint: hint.into(),
+        }
     }
 
     pub fn with_hint(self, hint: impl Into<String>) -> Self {
-        Self { hint: hint.into(), ..self }
+        Self {
+            hint: hint.into(),
+            ..self
+        }
     }
 }
 

@@ -58,7 +58,10 @@ pub struct Exports {
 impl Exports {
     pub fn new() -> Arc<Self> {
         // 1 is the root directory.
-        Arc::new(Self { table: RwLock::default(), next: AtomicU64::new(2) })
+        Arc::new(Self {
+            table: RwLock::default(),
+            next: AtomicU64::new(2),
+        })
     }
 
     /// Exports `node` until the returned value is dropped.
@@ -68,7 +71,11 @@ impl Exports {
         let mut table = self.table.write();
         table.nodes.insert(inode, node);
         table.names.insert(name.clone(), inode);
-        Export { exports: self.clone(), inode, name }
+        Export {
+            exports: self.clone(),
+            inode,
+            name,
+        }
     }
 
     pub fn by_name(&self, name: &str) -> Option<(u64, Node)> {

@@ -76,7 +76,15 @@ pub struct Header {
     pub virtual_size: u64,
     pub uuid: Option<Uuid>,
     pub parent: Option<Uuid>,
+    /// The user tag says that this index file has a watermark.
+    pub marked: bool,
 }
+
+const MARKED: &[u8; 256] = &{
+    let mut tag = [0; 256];
+    (tag[0], tag[1], tag[2], tag[3]) = (b'a', b'e', b'n', b'v');
+    tag
+};
 
 impl Header {
     pub fn encode(&self) -> [u8; BLOCK as usize] {
@@ -95,6 +103,9 @@ impl Header {
         }
         block[132] = 1;
         block[133] = 1;
+        if self.marked {
+            block[134..390].copy_from_slice(MARKED);
+        }
         block
     }
 
@@ -110,6 +121,7 @@ impl Header {
             virtual_size: u64_at(block, 48),
             uuid: Uuid::parse(&block[56..92]),
             parent: Uuid::parse(&block[93..129]),
+            marked: block[134..390] == *MARKED,
         })
     }
 }
@@ -128,7 +140,10 @@ const TAG_SHIFT: u32 = 56;
 
 impl Entry {
     /// Padding of compacted indices: no entry at all.
-    pub const PADDING: Self = Self { low: MAX_SECTOR - 1, high: 0 };
+    pub const PADDING: Self = Self {
+        low: MAX_SECTOR - 1,
+        high: 0,
+    };
 
     /// `length` sectors from `sector` on lie at `physical`. Fields out of range are cut to their bits.
     pub const fn data(sector: u64, length: u64, physical: u64) -> Self {
@@ -141,11 +156,17 @@ impl Entry {
     /// `length` sectors from `sector` on read as zeros.
     pub const fn zeroed(sector: u64, length: u64) -> Self {
         let entry = Self::data(sector, length, FIRST_DATA_SECTOR);
-        Self { low: entry.low, high: entry.high | ZEROED }
+        Self {
+            low: entry.low,
+            high: entry.high | ZEROED,
+        }
     }
 
     pub fn from_bytes(bytes: &[u8; ENTRY as usize]) -> Self {
-        Self { low: u64_at(bytes, 0), high: u64_at(bytes, 8) }
+        Self {
+            low: u64_at(bytes, 0),
+            high: u64_at(bytes, 8),
+        }
     }
 
     pub fn to_bytes(self) -> [u8; ENTRY as usize] {
@@ -182,14 +203,24 @@ impl Entry {
     }
 
     pub const fn with_tag(self, tag: u8) -> Self {
-        Self { low: self.low, high: (self.high & (ZEROED | PHYSICAL)) | ((tag as u64) << TAG_SHIFT) }
+        Self {
+            low: self.low,
+            high: (self.high & (ZEROED | PHYSICAL)) | ((tag as u64) << TAG_SHIFT),
+        }
     }
 
     /// The part from logical sector `start` to `end`, which must lie within the entry and not be empty.
     pub const fn slice(self, start: u64, end: u64) -> Self {
         debug_assert!(self.sector() <= start && start < end && end <= self.end());
-        let skip = if self.is_zeroed() { 0 } else { start - self.sector() };
-        Self { low: start | ((end - start) << LENGTH_SHIFT), high: self.high + skip }
+        let skip = if self.is_zeroed() {
+            0
+        } else {
+            start - self.sector()
+        };
+        Self {
+            low: start | ((end - start) << LENGTH_SHIFT),
+            high: self.high + skip,
+        }
     }
 
     /// `self` and `next` as one entry, when they are neighbours in logical and physical place.
@@ -203,14 +234,21 @@ impl Entry {
             return None;
         }
         let length = self.length() + next.length();
-        Some(Self { low: self.sector() | (length << LENGTH_SHIFT), high: self.high })
+        Some(Self {
+            low: self.sector() | (length << LENGTH_SHIFT),
+            high: self.high,
+        })
     }
 }
 
 impl std::fmt::Debug for Entry {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}+{}", self.sector(), self.length())?;
-        if self.is_zeroed() { write!(f, " zeroed")? } else { write!(f, " at {}", self.physical())? }
+        if self.is_zeroed() {
+            write!(f, " zeroed")?
+        } else {
+            write!(f, " at {}", self.physical())?
+        }
         write!(f, " tag {}", self.tag())
     }
 }
@@ -245,14 +283,19 @@ impl Watermark {
         }
         let mut boot_id = [0; 16];
         boot_id.copy_from_slice(&sector[16..32]);
-        Some(Self { entries: u64_at(sector, 8), boot_id })
+        Some(Self {
+            entries: u64_at(sector, 8),
+            boot_id,
+        })
     }
 }
 
 /// CRC-32C (Castagnoli) with the usual inversions; for a few dozen bytes, so bit by bit.
 fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |crc: u32, byte| {
-        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0x82f6_3b78 & 0u32.wrapping_sub(crc & 1)))
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
+            (crc >> 1) ^ (0x82f6_3b78 & 0u32.wrapping_sub(crc & 1))
+        })
     })
 }
 
@@ -293,17 +336,31 @@ mod tests {
     fn entries_slice_and_join() {
         let entry = Entry::data(100, 50, 8).with_tag(3);
         let (left, right) = (entry.slice(100, 120), entry.slice(120, 150));
-        assert_eq!((right.sector(), right.length(), right.physical(), right.tag()), (120, 30, 28, 3));
+        assert_eq!(
+            (
+                right.sector(),
+                right.length(),
+                right.physical(),
+                right.tag()
+            ),
+            (120, 30, 28, 3)
+        );
         assert_eq!(left.joined(right), Some(entry));
         assert_eq!(right.joined(left), None);
         let zeroed = Entry::zeroed(0, 10);
         assert_eq!(zeroed.slice(0, 4).joined(zeroed.slice(4, 10)), Some(zeroed));
-        assert_eq!(Entry::data(0, MAX_RUN, 8).joined(Entry::data(MAX_RUN, 1, 8 + MAX_RUN)), None);
+        assert_eq!(
+            Entry::data(0, MAX_RUN, 8).joined(Entry::data(MAX_RUN, 1, 8 + MAX_RUN)),
+            None
+        );
     }
 
     #[test]
     fn a_mark_survives_its_encoding_and_nothing_else() {
-        let mark = Watermark { entries: 7, boot_id: [9; 16] };
+        let mark = Watermark {
+            entries: 7,
+            boot_id: [9; 16],
+        };
         let mut block = [0; BLOCK as usize];
         assert_eq!(Watermark::decode(&block), None);
         block[512..1024].copy_from_slice(&mark.encode());

@@ -24,11 +24,19 @@ pub struct Frozen {
 
 impl Frozen {
     pub fn new(stack: Stack, size: u64) -> Self {
-        Self { size, stack: OnceLock::from(stack), waiting: Mutex::default() }
+        Self {
+            size,
+            stack: OnceLock::from(stack),
+            waiting: Mutex::default(),
+        }
     }
 
     pub fn pending(size: u64) -> Self {
-        Self { size, stack: OnceLock::new(), waiting: Mutex::default() }
+        Self {
+            size,
+            stack: OnceLock::new(),
+            waiting: Mutex::default(),
+        }
     }
 
     /// None while pending.

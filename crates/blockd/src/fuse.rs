@@ -8,8 +8,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
 use fuser::{
-    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig,
-    LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, Request, TimeOrNow, WriteFlags,
+    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen,
+    ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
 
 use crate::disk::{Disk, Gate};
@@ -69,16 +70,30 @@ impl Filesystem for FileSystem {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let found = name.to_str().filter(|_| parent == INodeNo::ROOT).and_then(|name| self.exports.by_name(name));
+        let found = name
+            .to_str()
+            .filter(|_| parent == INodeNo::ROOT)
+            .and_then(|name| self.exports.by_name(name));
         match found {
             Some((inode, node)) => {
-                reply.entry_with_ttls(&ATTRIBUTES_TTL, &NAME_TTL, &attributes(inode, &node), Generation(0));
+                reply.entry_with_ttls(
+                    &ATTRIBUTES_TTL,
+                    &NAME_TTL,
+                    &attributes(inode, &node),
+                    Generation(0),
+                );
             }
             None => reply.error(Errno::ENOENT),
         }
     }
 
-    fn getattr(&self, _request: &Request, inode: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
+    fn getattr(
+        &self,
+        _request: &Request,
+        inode: INodeNo,
+        _handle: Option<FileHandle>,
+        reply: ReplyAttr,
+    ) {
         if inode == INodeNo::ROOT {
             return reply.attr(&ATTRIBUTES_TTL, &root_attributes());
         }
@@ -141,16 +156,18 @@ impl Filesystem for FileSystem {
             return reply.error(Errno::ESTALE);
         };
         let length = u64::from(size.min(MAX_REQUEST)).min(node.size().saturating_sub(offset));
-        if offset % SECTOR != 0 || length % SECTOR != 0 {
+        if !offset.is_multiple_of(SECTOR) || length % SECTOR != 0 {
             return reply.error(Errno::EINVAL);
         }
         let length = length as usize;
         match node.content {
             Content::Disk(disk) => send(reply, length, |buffer| disk.read(offset, buffer)),
-            Content::FrozenDisk(frozen) | Content::Memory(frozen) => frozen.read(move |stack| match stack {
-                Ok(stack) => send(reply, length, |buffer| stack.read(offset, buffer)),
-                Err(error) => reply.error(errno(&error)),
-            }),
+            Content::FrozenDisk(frozen) | Content::Memory(frozen) => {
+                frozen.read(move |stack| match stack {
+                    Ok(stack) => send(reply, length, |buffer| stack.read(offset, buffer)),
+                    Err(error) => reply.error(errno(&error)),
+                })
+            }
         }
     }
 
@@ -180,7 +197,9 @@ impl Filesystem for FileSystem {
         let answer = |reply: ReplyWrite, done: Result<()>, length: usize| match done {
             Ok(()) => {
                 METRICS.writes.fetch_add(1, Ordering::Relaxed);
-                METRICS.written_bytes.fetch_add(length as u64, Ordering::Relaxed);
+                METRICS
+                    .written_bytes
+                    .fetch_add(length as u64, Ordering::Relaxed);
                 reply.written(length as u32);
             }
             Err(error) => reply.error(errno(&error)),
@@ -191,7 +210,9 @@ impl Filesystem for FileSystem {
             |disk, gate, reply| answer(reply, disk.write(gate, offset, data), data.len()),
             |reply| {
                 let data = data.to_vec();
-                Box::new(move |disk, gate| answer(reply, disk.write(gate, offset, &data), data.len()))
+                Box::new(move |disk, gate| {
+                    answer(reply, disk.write(gate, offset, &data), data.len())
+                })
             },
         );
     }
@@ -214,7 +235,8 @@ impl Filesystem for FileSystem {
             Some(Content::Memory(_) | Content::FrozenDisk(_)) => return reply.error(Errno::EROFS),
             Some(Content::Disk(disk)) => disk,
         };
-        let zeroing = mode & !libc::FALLOC_FL_KEEP_SIZE == libc::FALLOC_FL_ZERO_RANGE || mode == PUNCH_HOLE;
+        let zeroing =
+            mode & !libc::FALLOC_FL_KEEP_SIZE == libc::FALLOC_FL_ZERO_RANGE || mode == PUNCH_HOLE;
         if !zeroing {
             return reply.error(Errno::EOPNOTSUPP);
         }
@@ -226,17 +248,28 @@ impl Filesystem for FileSystem {
             return reply.error(Errno::EFBIG);
         }
         let length = end.min(disk.size()).saturating_sub(offset);
-        let zero = move |disk: &Disk, gate: &Gate<'_>, reply: ReplyEmpty| match disk.zero(gate, offset, length) {
+        let zero = move |disk: &Disk, gate: &Gate<'_>, reply: ReplyEmpty| match disk
+            .zero(gate, offset, length)
+        {
             Ok(()) => {
                 METRICS.discards.fetch_add(1, Ordering::Relaxed);
                 reply.ok();
             }
             Err(error) => reply.error(errno(&error)),
         };
-        self.change(&disk, reply, zero, |reply| Box::new(move |disk, gate| zero(disk, gate, reply)));
+        self.change(&disk, reply, zero, |reply| {
+            Box::new(move |disk, gate| zero(disk, gate, reply))
+        });
     }
 
-    fn fsync(&self, _request: &Request, inode: INodeNo, _handle: FileHandle, _data: bool, reply: ReplyEmpty) {
+    fn fsync(
+        &self,
+        _request: &Request,
+        inode: INodeNo,
+        _handle: FileHandle,
+        _data: bool,
+        reply: ReplyEmpty,
+    ) {
         match self.exports.by_inode(inode.0).map(|node| node.content) {
             None => reply.error(Errno::ESTALE),
             Some(Content::Disk(disk)) => self.pool.submit(move || match disk.flush() {
@@ -263,7 +296,9 @@ fn send(reply: ReplyData, length: usize, fill: impl FnOnce(&mut [u8]) -> Result<
         match fill(&mut buffer[..length]) {
             Ok(()) => {
                 METRICS.reads.fetch_add(1, Ordering::Relaxed);
-                METRICS.read_bytes.fetch_add(length as u64, Ordering::Relaxed);
+                METRICS
+                    .read_bytes
+                    .fetch_add(length as u64, Ordering::Relaxed);
                 reply.data(&buffer[..length]);
             }
             Err(error) => reply.error(errno(&error)),
@@ -273,7 +308,9 @@ fn send(reply: ReplyData, length: usize, fill: impl FnOnce(&mut [u8]) -> Result<
 
 /// Whole sectors, without an overflow.
 fn aligned(offset: u64, length: u64) -> bool {
-    offset % SECTOR == 0 && length % SECTOR == 0 && offset.checked_add(length).is_some()
+    offset.is_multiple_of(SECTOR)
+        && length.is_multiple_of(SECTOR)
+        && offset.checked_add(length).is_some()
 }
 
 fn errno(error: &Error) -> Errno {

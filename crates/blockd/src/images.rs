@@ -96,7 +96,14 @@ impl Drop for Claim<'_> {
 
 impl Images {
     pub fn new(store: LayerStore, exports: Arc<Exports>, pool: Arc<Pool>, mount: PathBuf) -> Self {
-        Self { store, exports, pool, mount, table: Mutex::default(), released: Condvar::new() }
+        Self {
+            store,
+            exports,
+            pool,
+            mount,
+            table: Mutex::default(),
+            released: Condvar::new(),
+        }
     }
 
     pub const fn store(&self) -> &LayerStore {
@@ -125,17 +132,34 @@ impl Images {
             if image.request == request {
                 return Ok(self.describe(&image));
             }
-            return Err(Error::conflict(format!("image {id} is open with another request")));
+            return Err(Error::conflict(format!(
+                "image {id} is open with another request"
+            )));
         }
         request.check()?;
         let stack = Stack::open(&self.store, &request.layers)?;
-        let size = if request.size == 0 { stack.virtual_size() } else { request.size };
+        let size = if request.size == 0 {
+            stack.virtual_size()
+        } else {
+            request.size
+        };
         let (content, shared) = match (request.kind, &request.upper) {
-            (Kind::Disk, Some(upper)) => {
-                (Content::Disk(Arc::new(Disk::open(&self.store, stack, upper, request.size)?)), None)
+            (Kind::Disk, Some(upper)) => (
+                Content::Disk(Arc::new(Disk::open(
+                    &self.store,
+                    stack,
+                    upper,
+                    request.size,
+                )?)),
+                None,
+            ),
+            (Kind::Disk, None) => (
+                Content::FrozenDisk(Arc::new(Frozen::new(stack, check_size(size, SECTOR)?))),
+                None,
+            ),
+            (Kind::Memory, _) if request.pending => {
+                (Content::Memory(Arc::new(Frozen::pending(size))), None)
             }
-            (Kind::Disk, None) => (Content::FrozenDisk(Arc::new(Frozen::new(stack, check_size(size, SECTOR)?))), None),
-            (Kind::Memory, _) if request.pending => (Content::Memory(Arc::new(Frozen::pending(size))), None),
             (Kind::Memory, _) => {
                 let size = check_size(size, PAGE)?;
                 match self.find_memory(&stack, size) {
@@ -144,9 +168,18 @@ impl Images {
                 }
             }
         };
-        let export = shared
-            .unwrap_or_else(|| Arc::new(self.exports.add(Node { content: content.clone(), uid: request.uid })));
-        let image = Arc::new(Image { id: id.to_owned(), request, content, export });
+        let export = shared.unwrap_or_else(|| {
+            Arc::new(self.exports.add(Node {
+                content: content.clone(),
+                uid: request.uid,
+            }))
+        });
+        let image = Arc::new(Image {
+            id: id.to_owned(),
+            request,
+            content,
+            export,
+        });
         self.table.lock().open.insert(id.to_owned(), image.clone());
         drop(claim);
         log::info!("image {id}: open, {} bytes", self.describe(&image).size);
@@ -171,7 +204,11 @@ impl Images {
         let _claim = self.claim(id);
         check_paths([layer])?;
         let sealed = self.disk(id)?.seal(&self.store, layer)?;
-        log::info!("image {id}: sealed {}, {} bytes", layer.display(), sealed.size_bytes);
+        log::info!(
+            "image {id}: sealed {}, {} bytes",
+            layer.display(),
+            sealed.size_bytes
+        );
         Ok(sealed)
     }
 
@@ -181,7 +218,9 @@ impl Images {
             Content::Disk(disk) => disk.flush(),
             Content::FrozenDisk(frozen) | Content::Memory(frozen) => {
                 let layers = frozen.stack().map_or(&[][..], Stack::layers);
-                layers.iter().try_for_each(|layer| layer.sync(&**self.store.files()))
+                layers
+                    .iter()
+                    .try_for_each(|layer| layer.sync(&**self.store.files()))
             }
         }
     }
@@ -225,7 +264,11 @@ impl Images {
 
     fn find(&self, id: &str) -> Result<Arc<Image>> {
         let table = self.table.lock();
-        table.open.get(id).cloned().ok_or_else(|| Error::new(Code::NotFound, format!("no image {id} is open")))
+        table
+            .open
+            .get(id)
+            .cloned()
+            .ok_or_else(|| Error::new(Code::NotFound, format!("no image {id} is open")))
     }
 
     fn disk(&self, id: &str) -> Result<Arc<Disk>> {
@@ -239,7 +282,9 @@ impl Images {
     fn find_memory(&self, stack: &Stack, size: u64) -> Option<(Content, Arc<Export>)> {
         let table = self.table.lock();
         let equal = table.open.values().find(|image| match &image.content {
-            Content::Memory(memory) => memory.size == size && memory.stack().is_some_and(|known| known.same_layers(stack)),
+            Content::Memory(memory) => {
+                memory.size == size && memory.stack().is_some_and(|known| known.same_layers(stack))
+            }
             _ => false,
         });
         equal.map(|image| (image.content.clone(), image.export.clone()))
@@ -247,29 +292,54 @@ impl Images {
 
     fn describe(&self, image: &Image) -> Description {
         let (size, layers, pending, upper_bytes, failed) = match &image.content {
-            Content::Disk(disk) => {
-                (disk.size(), disk.layers(), false, disk.upper_bytes(), disk.failed().map(str::to_owned))
-            }
+            Content::Disk(disk) => (
+                disk.size(),
+                disk.layers(),
+                false,
+                disk.upper_bytes(),
+                disk.failed().map(str::to_owned),
+            ),
             Content::FrozenDisk(frozen) | Content::Memory(frozen) => {
                 let layers = frozen.stack().map(Stack::paths);
-                (frozen.size, layers.clone().unwrap_or_default(), layers.is_none(), 0, None)
+                (
+                    frozen.size,
+                    layers.clone().unwrap_or_default(),
+                    layers.is_none(),
+                    0,
+                    None,
+                )
             }
         };
         let path = self.mount.join(&image.export.name);
-        Description { id: image.id.clone(), path, size, kind: image.request.kind, layers, pending, upper_bytes, failed }
+        Description {
+            id: image.id.clone(),
+            path,
+            size,
+            kind: image.request.kind,
+            layers,
+            pending,
+            upper_bytes,
+            failed,
+        }
     }
 }
 
 impl OpenRequest {
     fn check(&self) -> Result<()> {
         check_paths(self.layers.iter().chain(&self.upper))?;
-        let unit = if self.kind == Kind::Memory { PAGE } else { SECTOR };
+        let unit = if self.kind == Kind::Memory {
+            PAGE
+        } else {
+            SECTOR
+        };
         if self.size != 0 {
             check_size(self.size, unit)?;
         }
         match self.kind {
             Kind::Disk if self.pending => Err(Error::invalid("only memory can be pending")),
-            Kind::Memory if self.upper.is_some() => Err(Error::invalid("memory is read-only: it takes no upper")),
+            Kind::Memory if self.upper.is_some() => {
+                Err(Error::invalid("memory is read-only: it takes no upper"))
+            }
             Kind::Memory if self.pending && (self.size == 0 || !self.layers.is_empty()) => {
                 Err(Error::invalid("a pending image takes a size and no layers"))
             }
@@ -279,8 +349,10 @@ impl OpenRequest {
 }
 
 fn check_size(size: u64, unit: u64) -> Result<u64> {
-    if size == 0 || size % unit != 0 || size > MAX_VIRTUAL_SIZE {
-        return Err(Error::invalid(format!("size {size}: it must be a positive multiple of {unit}")));
+    if size == 0 || !size.is_multiple_of(unit) || size > MAX_VIRTUAL_SIZE {
+        return Err(Error::invalid(format!(
+            "size {size}: it must be a positive multiple of {unit}"
+        )));
     }
     Ok(size)
 }
@@ -290,7 +362,10 @@ pub fn check_paths<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result
     for path in paths {
         let path = path.as_ref();
         if !path.is_absolute() || path.file_name().is_none() {
-            return Err(Error::invalid(format!("{}: not an absolute path of a file", path.display())));
+            return Err(Error::invalid(format!(
+                "{}: not an absolute path of a file",
+                path.display()
+            )));
         }
     }
     Ok(())

@@ -30,10 +30,12 @@ pub fn import_diff(files: Arc<dyn Files>, request: &DiffRequest) -> Result<(Writ
     check_memory_size(request.size)?;
     let source = SparseFile::open(&request.diff)?;
     if source.length > request.size {
-        return Err(Error::invalid(format!("{}: longer than the memory", request.diff.display())));
+        return Err(Error::invalid(format!(
+            "{}: longer than the memory",
+            request.diff.display()
+        )));
     }
-    let ranges = [0..source.length.next_multiple_of(PAGE)];
-    make_layer(files, &request.layer, request.size, &source, &ranges, ZeroPages::Map)
+    make_layer(files, &request.layer, request.size, &source, ZeroPages::Map)
 }
 
 /// A file, page-wise; what is missing of its last page is zeros.
@@ -50,9 +52,16 @@ impl SparseFile {
         let file = File::open(path).context(what)?;
         let metadata = file.metadata().context(what)?;
         if !metadata.is_file() {
-            return Err(Error::invalid(format!("{}: not a regular file", path.display())));
+            return Err(Error::invalid(format!(
+                "{}: not a regular file",
+                path.display()
+            )));
         }
-        Ok(Self { file, path: path.to_owned(), length: metadata.len() })
+        Ok(Self {
+            file,
+            path: path.to_owned(),
+            length: metadata.len(),
+        })
     }
 
     /// The next data (`SEEK_DATA`) or hole (`SEEK_HOLE`) from `offset` on; the end of the file if there is none.
@@ -65,12 +74,19 @@ impl SparseFile {
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             Some(libc::ENXIO) => Ok(self.length),
-            _ => Err(Error::io(format!("seek in {}", self.path.display()), &error)),
+            _ => Err(Error::io(
+                format!("seek in {}", self.path.display()),
+                &error,
+            )),
         }
     }
 }
 
 impl Source for SparseFile {
+    fn ranges(&self) -> Vec<Range<u64>> {
+        std::iter::once(0..self.length.next_multiple_of(PAGE)).collect()
+    }
+
     fn extents(&self, window: Range<u64>) -> Result<Vec<Range<u64>>> {
         let mut extents: Vec<Range<u64>> = Vec::new();
         let mut at = window.start;
@@ -97,7 +113,9 @@ impl Source for SparseFile {
         let there = (buffer.len() as u64).min(self.length.saturating_sub(offset)) as usize;
         let (content, rest) = buffer.split_at_mut(there);
         rest.fill(0);
-        self.file.read_exact_at(content, offset).context(|| format!("read {}", self.path.display()))
+        self.file
+            .read_exact_at(content, offset)
+            .context(|| format!("read {}", self.path.display()))
     }
 }
 
@@ -114,8 +132,11 @@ pub fn import_raw(files: Arc<dyn Files>, request: &RawRequest) -> Result<(Writte
     let source = SparseFile::open(&request.raw)?;
     let size = source.length.next_multiple_of(SECTOR);
     if size == 0 || size > MAX_VIRTUAL_SIZE {
-        return Err(Error::invalid(format!("{}: empty, or too large for an image", request.raw.display())));
+        return Err(Error::invalid(format!(
+            "{}: empty, or too large for an image",
+            request.raw.display()
+        )));
     }
-    let (written, _) = make_layer(files, &request.layer, size, &source, &[0..size.next_multiple_of(PAGE)], ZeroPages::Omit)?;
+    let (written, _) = make_layer(files, &request.layer, size, &source, ZeroPages::Omit)?;
     Ok((written, size))
 }

@@ -7,7 +7,10 @@ use crate::format::{Entry, MAX_RUN};
 
 /// Appends `entry`, joined to the last one where they are neighbours.
 pub fn push_joined(out: &mut Vec<Entry>, entry: Entry) {
-    match out.last_mut().and_then(|last| Some((last.joined(entry)?, last))) {
+    match out
+        .last_mut()
+        .and_then(|last| Some((last.joined(entry)?, last)))
+    {
         Some((joined, last)) => *last = joined,
         None => out.push(entry),
     }
@@ -22,7 +25,10 @@ pub fn overlay(below: &[Entry], top: &[Entry]) -> Vec<Entry> {
     for &entry in top {
         while let Some(under) = rest.filter(|under| under.sector() < entry.end()) {
             if under.sector() < entry.sector() {
-                push_joined(&mut out, under.slice(under.sector(), under.end().min(entry.sector())));
+                push_joined(
+                    &mut out,
+                    under.slice(under.sector(), under.end().min(entry.sector())),
+                );
             }
             if under.end() > entry.end() {
                 rest = Some(under.slice(entry.end().max(under.sector()), under.end()));
@@ -44,7 +50,10 @@ pub fn compose(layers: &[&[Entry]]) -> Vec<Entry> {
         match layers {
             [] => Vec::new(),
             // At most 255 layers: the number fits the tag.
-            [only] => only.iter().map(|entry| entry.with_tag(first as u8)).collect(),
+            [only] => only
+                .iter()
+                .map(|entry| entry.with_tag(first as u8))
+                .collect(),
             _ => {
                 let (below, top) = layers.split_at(layers.len() / 2);
                 overlay(&part(below, first), &part(top, first + below.len()))
@@ -60,7 +69,10 @@ pub fn compose(layers: &[&[Entry]]) -> Vec<Entry> {
 pub fn touching(index: &[Entry], sectors: &Range<u64>) -> impl Iterator<Item = Entry> {
     let first = index.partition_point(|entry| entry.end() <= sectors.start);
     let end = sectors.end;
-    index[first..].iter().copied().take_while(move |entry| entry.sector() < end)
+    index[first..]
+        .iter()
+        .copied()
+        .take_while(move |entry| entry.sector() < end)
 }
 
 /// Where a run of an upper's sectors is.
@@ -110,9 +122,21 @@ impl ExtentMap {
         let mut place = place;
         if let Some((&first, &run)) = self.runs.range(..start).next_back() {
             if run.end > start {
-                self.runs.insert(first, Run { end: start, place: run.place });
+                self.runs.insert(
+                    first,
+                    Run {
+                        end: start,
+                        place: run.place,
+                    },
+                );
                 if run.end > end {
-                    self.runs.insert(end, Run { end: run.end, place: run.place.skip(end - first) });
+                    self.runs.insert(
+                        end,
+                        Run {
+                            end: run.end,
+                            place: run.place.skip(end - first),
+                        },
+                    );
                 }
             }
             if run.end >= start && run.place.skip(start - first) == place {
@@ -122,34 +146,56 @@ impl ExtentMap {
         while let Some((&first, &run)) = self.runs.range(start..end).next() {
             self.runs.remove(&first);
             if run.end > end {
-                self.runs.insert(end, Run { end: run.end, place: run.place.skip(end - first) });
+                self.runs.insert(
+                    end,
+                    Run {
+                        end: run.end,
+                        place: run.place.skip(end - first),
+                    },
+                );
             }
         }
-        if let Some(&next) = self.runs.get(&end) {
-            if place.skip(end - start) == next.place {
-                self.runs.remove(&end);
-                end = next.end;
-            }
+        if let Some(&next) = self.runs.get(&end)
+            && place.skip(end - start) == next.place
+        {
+            self.runs.remove(&end);
+            end = next.end;
         }
         self.runs.insert(start, Run { end, place });
     }
 
     /// The pieces of `sectors`, in order and without gaps.
     pub fn pieces(&self, sectors: Range<u64>) -> Vec<Piece> {
-        let before = self.runs.range(..sectors.start).next_back().filter(|(_, run)| run.end > sectors.start);
+        if sectors.is_empty() {
+            return Vec::new();
+        }
+        let before = self
+            .runs
+            .range(..sectors.start)
+            .next_back()
+            .filter(|(_, run)| run.end > sectors.start);
         let mut pieces = Vec::with_capacity(1);
         let mut at = sectors.start;
         for (&first, run) in before.into_iter().chain(self.runs.range(sectors.clone())) {
             if first > at {
-                pieces.push(Piece { sectors: at..first, place: None });
+                pieces.push(Piece {
+                    sectors: at..first,
+                    place: None,
+                });
                 at = first;
             }
             let end = run.end.min(sectors.end);
-            pieces.push(Piece { sectors: at..end, place: Some(run.place.skip(at - first)) });
+            pieces.push(Piece {
+                sectors: at..end,
+                place: Some(run.place.skip(at - first)),
+            });
             at = end;
         }
         if at < sectors.end {
-            pieces.push(Piece { sectors: at..sectors.end, place: None });
+            pieces.push(Piece {
+                sectors: at..sectors.end,
+                place: None,
+            });
         }
         pieces
     }
@@ -192,10 +238,17 @@ mod tests {
         let mut flat = vec![(0, 0); SECTORS as usize];
         let mut last_end = 0;
         for entry in entries {
-            assert!(entry.length() > 0 && entry.sector() >= last_end, "unsorted: {entries:?}");
+            assert!(
+                entry.length() > 0 && entry.sector() >= last_end,
+                "unsorted: {entries:?}"
+            );
             last_end = entry.end();
             for sector in entry.sector()..entry.end() {
-                let value = if entry.is_zeroed() { u64::MAX } else { entry.physical() + sector - entry.sector() };
+                let value = if entry.is_zeroed() {
+                    u64::MAX
+                } else {
+                    entry.physical() + sector - entry.sector()
+                };
                 flat[sector as usize] = (entry.tag(), value);
             }
         }
@@ -207,7 +260,11 @@ mod tests {
         for write in 0..random.below(10) {
             let start = random.below(SECTORS);
             let end = (start + 1 + random.below(12)).min(SECTORS);
-            let place = if random.below(3) == 0 { Place::Zeroed } else { Place::Data(8 + 100 * write) };
+            let place = if random.below(3) == 0 {
+                Place::Zeroed
+            } else {
+                Place::Data(8 + 100 * write)
+            };
             map.insert(start..end, place);
         }
         map
@@ -223,10 +280,28 @@ mod tests {
                 let end = (start + 1 + random.below(12)).min(SECTORS);
                 let zeroed = random.below(3) == 0;
                 // Half of the writes go right behind the one before, so that runs join.
-                let physical = 8 + if random.below(2) == 0 { start } else { 100 * write };
-                map.insert(start..end, if zeroed { Place::Zeroed } else { Place::Data(physical) });
+                let physical = 8 + if random.below(2) == 0 {
+                    start
+                } else {
+                    100 * write
+                };
+                map.insert(
+                    start..end,
+                    if zeroed {
+                        Place::Zeroed
+                    } else {
+                        Place::Data(physical)
+                    },
+                );
                 for sector in start..end {
-                    model[sector as usize] = (0, if zeroed { u64::MAX } else { physical + sector - start });
+                    model[sector as usize] = (
+                        0,
+                        if zeroed {
+                            u64::MAX
+                        } else {
+                            physical + sector - start
+                        },
+                    );
                 }
             }
             assert_eq!(flat(&map.entries()), model);
@@ -253,11 +328,16 @@ mod tests {
     fn composing_equals_looking_from_the_top() {
         let mut random = Random::new(2);
         for _ in 0..2000 {
-            let layers: Vec<Vec<Entry>> =
-                (0..1 + random.below(6)).map(|_| random_map(&mut random).entries()).collect();
+            let layers: Vec<Vec<Entry>> = (0..1 + random.below(6))
+                .map(|_| random_map(&mut random).entries())
+                .collect();
             let mut model = vec![(0, 0); SECTORS as usize];
             for (number, layer) in layers.iter().enumerate() {
-                for (sector, (_, value)) in flat(layer).into_iter().enumerate().filter(|(_, (_, value))| *value != 0) {
+                for (sector, (_, value)) in flat(layer)
+                    .into_iter()
+                    .enumerate()
+                    .filter(|(_, (_, value))| *value != 0)
+                {
                     model[sector] = (number as u8, value);
                 }
             }
@@ -269,7 +349,13 @@ mod tests {
     #[test]
     fn long_runs_are_split() {
         let entries: Vec<Entry> = split(5..5 + 2 * MAX_RUN + 1, Place::Data(8)).collect();
-        assert_eq!(entries.iter().map(|entry| entry.length()).collect::<Vec<_>>(), [MAX_RUN, MAX_RUN, 1]);
+        assert_eq!(
+            entries
+                .iter()
+                .map(|entry| entry.length())
+                .collect::<Vec<_>>(),
+            [MAX_RUN, MAX_RUN, 1]
+        );
         assert_eq!(entries[2].physical(), 8 + 2 * MAX_RUN);
     }
 }

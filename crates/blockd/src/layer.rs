@@ -9,7 +9,9 @@ use parking_lot::Mutex;
 
 use crate::backend::{Blob, Files, Identity, Mode};
 use crate::error::{Context, Error, Result};
-use crate::format::{BLOCK, ENTRY, Entry, FIRST_DATA_SECTOR, Header, MAX_SECTOR, MAX_VIRTUAL_SIZE, Role, SECTOR};
+use crate::format::{
+    BLOCK, ENTRY, Entry, FIRST_DATA_SECTOR, Header, MAX_SECTOR, MAX_VIRTUAL_SIZE, Role, SECTOR,
+};
 use crate::uuid::Uuid;
 
 /// Entries of one index: half a GiB of memory, far above what real layers have.
@@ -32,12 +34,29 @@ pub struct Layer {
 
 impl Layer {
     /// A layer just sealed by this process: everything about it is known, nothing of it is durable yet.
-    pub fn sealed(path: PathBuf, blob: Arc<dyn Blob>, index: Vec<Entry>, virtual_size: u64, size_bytes: u64, uuid: Uuid) -> Self {
-        Self { path, blob, index, virtual_size, size_bytes, uuid: Some(uuid), synced: AtomicBool::new(false) }
+    pub fn sealed(
+        path: PathBuf,
+        blob: Arc<dyn Blob>,
+        index: Vec<Entry>,
+        virtual_size: u64,
+        size_bytes: u64,
+        uuid: Uuid,
+    ) -> Self {
+        Self {
+            path,
+            blob,
+            index,
+            virtual_size,
+            size_bytes,
+            uuid: Some(uuid),
+            synced: AtomicBool::new(false),
+        }
     }
 
     fn open(files: &dyn Files, path: &Path) -> Result<Self> {
-        let blob = files.open(path, Mode::Read).context(|| format!("open layer {}", path.display()))?;
+        let blob = files
+            .open(path, Mode::Read)
+            .context(|| format!("open layer {}", path.display()))?;
         let (trailer, size_bytes) = read_trailer(&*blob, path)?;
         let index = read_index(&*blob, &trailer, size_bytes, path)?;
         Ok(Self {
@@ -53,7 +72,11 @@ impl Layer {
 
     /// Bytes of data that the layer's entries refer to.
     pub fn live_bytes(&self) -> u64 {
-        self.index.iter().filter(|entry| !entry.is_zeroed()).map(|entry| entry.length() * SECTOR).sum()
+        self.index
+            .iter()
+            .filter(|entry| !entry.is_zeroed())
+            .map(|entry| entry.length() * SECTOR)
+            .sum()
     }
 
     /// The file and its name are on stable storage. Free when that is known already.
@@ -61,9 +84,13 @@ impl Layer {
         if self.synced.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.blob.sync().context(|| format!("sync layer {}", self.path.display()))?;
+        self.blob
+            .sync()
+            .context(|| format!("sync layer {}", self.path.display()))?;
         let directory = self.path.parent().unwrap_or(Path::new("/"));
-        files.sync_dir(directory).context(|| format!("sync directory {}", directory.display()))?;
+        files
+            .sync_dir(directory)
+            .context(|| format!("sync directory {}", directory.display()))?;
         self.synced.store(true, Ordering::Release);
         Ok(())
     }
@@ -71,13 +98,16 @@ impl Layer {
 
 fn read_block(blob: &dyn Blob, offset: u64, path: &Path) -> Result<[u8; BLOCK as usize]> {
     let mut block = [0; BLOCK as usize];
-    blob.read_at(&mut block, offset).context(|| format!("read layer {}", path.display()))?;
+    blob.read_at(&mut block, offset)
+        .context(|| format!("read layer {}", path.display()))?;
     Ok(block)
 }
 
 fn read_trailer(blob: &dyn Blob, path: &Path) -> Result<(Header, u64)> {
     let corrupt = |why: &str| Error::corrupt(format!("layer {}: {why}", path.display()));
-    let size = blob.len().context(|| format!("stat layer {}", path.display()))?;
+    let size = blob
+        .len()
+        .context(|| format!("stat layer {}", path.display()))?;
     if size < 2 * BLOCK {
         return Err(corrupt("shorter than a header and a trailer"));
     }
@@ -93,7 +123,10 @@ fn read_trailer(blob: &dyn Blob, path: &Path) -> Result<(Header, u64)> {
     if trailer.virtual_size % SECTOR != 0 || trailer.virtual_size > MAX_VIRTUAL_SIZE {
         return Err(corrupt("impossible virtual size"));
     }
-    let index_end = trailer.index_size.checked_mul(ENTRY).and_then(|bytes| bytes.checked_add(trailer.index_offset));
+    let index_end = trailer
+        .index_size
+        .checked_mul(ENTRY)
+        .and_then(|bytes| bytes.checked_add(trailer.index_offset));
     if trailer.index_offset < BLOCK || index_end.is_none_or(|end| end > size - BLOCK) {
         return Err(corrupt("its index lies outside the file"));
     }
@@ -101,7 +134,9 @@ fn read_trailer(blob: &dyn Blob, path: &Path) -> Result<(Header, u64)> {
 }
 
 fn read_index(blob: &dyn Blob, trailer: &Header, size: u64, path: &Path) -> Result<Vec<Entry>> {
-    let corrupt = |why: &str, entry: Entry| Error::corrupt(format!("layer {}: entry {entry:?}: {why}", path.display()));
+    let corrupt = |why: &str, entry: Entry| {
+        Error::corrupt(format!("layer {}: entry {entry:?}: {why}", path.display()))
+    };
     let data_end = trailer.index_offset / SECTOR;
     let index_bytes = trailer.index_size * ENTRY;
     debug_assert!(trailer.index_offset + index_bytes <= size - BLOCK);
@@ -111,10 +146,14 @@ fn read_index(blob: &dyn Blob, trailer: &Header, size: u64, path: &Path) -> Resu
     let mut at = 0;
     while at < index_bytes {
         let chunk = &mut buffer[..(index_bytes - at).min(INDEX_CHUNK) as usize];
-        blob.read_at(chunk, trailer.index_offset + at).context(|| format!("read index of {}", path.display()))?;
+        blob.read_at(chunk, trailer.index_offset + at)
+            .context(|| format!("read index of {}", path.display()))?;
         at += chunk.len() as u64;
         let (entries, _) = chunk.as_chunks::<{ ENTRY as usize }>();
-        for entry in entries.iter().map(|bytes| Entry::from_bytes(bytes).with_tag(0)) {
+        for entry in entries
+            .iter()
+            .map(|bytes| Entry::from_bytes(bytes).with_tag(0))
+        {
             if entry.length() == 0 {
                 continue;
             }
@@ -125,7 +164,9 @@ fn read_index(blob: &dyn Blob, trailer: &Header, size: u64, path: &Path) -> Resu
                 return Err(corrupt("unsorted, or overlaps the one before", entry));
             }
             let physical_end = entry.physical() + entry.length();
-            if !entry.is_zeroed() && (entry.physical() < FIRST_DATA_SECTOR || physical_end > data_end) {
+            if !entry.is_zeroed()
+                && (entry.physical() < FIRST_DATA_SECTOR || physical_end > data_end)
+            {
                 return Err(corrupt("its data lies outside the file", entry));
             }
             if index.len() == MAX_ENTRIES {
@@ -146,7 +187,10 @@ pub struct LayerStore {
 
 impl LayerStore {
     pub fn new(files: Arc<dyn Files>) -> Self {
-        Self { files, open: Mutex::new(HashMap::new()) }
+        Self {
+            files,
+            open: Mutex::new(HashMap::new()),
+        }
     }
 
     pub fn files(&self) -> &Arc<dyn Files> {
@@ -155,7 +199,10 @@ impl LayerStore {
 
     /// The layer at `path`, opened and checked if it is not open yet.
     pub fn open(&self, path: &Path) -> Result<Arc<Layer>> {
-        let identity = self.files.identity(path).context(|| format!("open layer {}", path.display()))?;
+        let identity = self
+            .files
+            .identity(path)
+            .context(|| format!("open layer {}", path.display()))?;
         if let Some(layer) = self.known(path, identity) {
             return Ok(layer);
         }
@@ -174,7 +221,9 @@ impl LayerStore {
 
     fn known(&self, path: &Path, identity: Identity) -> Option<Arc<Layer>> {
         let open = self.open.lock();
-        open.get(path).filter(|(known, _)| *known == identity).and_then(|(_, layer)| layer.upgrade())
+        open.get(path)
+            .filter(|(known, _)| *known == identity)
+            .and_then(|(_, layer)| layer.upgrade())
     }
 
     fn remember(&self, identity: Identity, layer: &Arc<Layer>) {

@@ -18,8 +18,16 @@ impl Log for Logger {
     }
 
     fn log(&self, record: &Record<'_>) {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let line = format!("{}.{:03} {} {}\n", now.as_secs(), now.subsec_millis(), record.level(), record.args());
+        let now = SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or_default();
+        let line = format!(
+            "{}.{:03} {} {}\n",
+            now.as_secs(),
+            now.subsec_millis(),
+            record.level(),
+            record.args()
+        );
         // One write a line, so that lines of different threads do not mix. There is nowhere to say that it failed.
         let _ = (&self.0).write_all(line.as_bytes());
     }
@@ -30,12 +38,19 @@ impl Log for Logger {
 /// From now on events of level info and above are written to `path`, or to standard error.
 pub fn start(path: Option<&Path>) -> Result<()> {
     let file = match path {
-        Some(path) => {
-            File::options().create(true).append(true).open(path).context(|| format!("open log {}", path.display()))?
-        }
-        None => std::io::stderr().as_fd().try_clone_to_owned().context(|| "open standard error".into())?.into(),
+        Some(path) => File::options()
+            .create(true)
+            .append(true)
+            .open(path)
+            .context(|| format!("open log {}", path.display()))?,
+        None => std::io::stderr()
+            .as_fd()
+            .try_clone_to_owned()
+            .context(|| "open standard error".into())?
+            .into(),
     };
-    log::set_boxed_logger(Box::new(Logger(file))).map_err(|error| Error::invalid(error.to_string()))?;
+    log::set_boxed_logger(Box::new(Logger(file)))
+        .map_err(|error| Error::invalid(error.to_string()))?;
     log::set_max_level(LevelFilter::Info);
     Ok(())
 }

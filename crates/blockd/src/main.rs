@@ -13,6 +13,8 @@ mod backend;
 mod capture;
 mod connection;
 mod disk;
+#[cfg(test)]
+mod disk_tests;
 mod error;
 mod exports;
 mod format;
@@ -22,6 +24,8 @@ mod images;
 mod import;
 mod index;
 mod layer;
+#[cfg(test)]
+mod layer_tests;
 mod logger;
 mod metrics;
 mod mount;
@@ -62,11 +66,17 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    let done = parse(std::env::args().skip(1)).ok_or_else(|| Error::invalid(USAGE)).and_then(|arguments| run(&arguments));
+    let done = parse(std::env::args().skip(1))
+        .ok_or_else(|| Error::invalid(USAGE))
+        .and_then(|arguments| run(&arguments));
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let hint = if error.hint.is_empty() { String::new() } else { format!(" ({})", error.hint) };
+            let hint = if error.hint.is_empty() {
+                String::new()
+            } else {
+                format!(" ({})", error.hint)
+            };
             eprintln!("blockd: {error}{hint}");
             ExitCode::FAILURE
         }
@@ -85,7 +95,12 @@ fn parse(mut words: impl Iterator<Item = String>) -> Option<Arguments> {
             _ => return None,
         }
     }
-    Some(Arguments { socket: socket?, mount: mount?, uid: uid?, log })
+    Some(Arguments {
+        socket: socket?,
+        mount: mount?,
+        uid: uid?,
+        log,
+    })
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
@@ -100,10 +115,14 @@ fn run(arguments: &Arguments) -> Result<()> {
     let files = HostFiles::new(Some(mount.device)).context(|| "read the boot id".into())?;
     let pool = Arc::new(Pool::new(POOL_THREADS).context(|| "start threads".into())?);
     let exports = Exports::new();
-    let session = start_session(device, exports.clone(), pool.clone()).context(|| "start the FUSE session".into())?;
+    let session = start_session(device, exports.clone(), pool.clone())
+        .context(|| "start the FUSE session".into())?;
     let store = LayerStore::new(Arc::new(files));
     let images = Images::new(store, exports, pool, arguments.mount.clone());
-    let api = Arc::new(Api { images, shutdown: process::ask_to_end });
+    let api = Arc::new(Api {
+        images,
+        shutdown: process::ask_to_end,
+    });
     let served = api.clone();
     std::thread::Builder::new()
         .name("http".into())
@@ -129,19 +148,32 @@ fn run(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-fn start_session(device: std::os::fd::OwnedFd, exports: Arc<Exports>, pool: Arc<Pool>) -> std::io::Result<fuser::BackgroundSession> {
+fn start_session(
+    device: std::os::fd::OwnedFd,
+    exports: Arc<Exports>,
+    pool: Arc<Pool>,
+) -> std::io::Result<fuser::BackgroundSession> {
     let cpus = std::thread::available_parallelism().map_or(2, usize::from);
     let mut config = fuser::Config::default();
     // Reads of cold layers block their thread, so more than there are CPUs.
     config.n_threads = Some((2 * cpus).clamp(4, 32));
     config.acl = fuser::SessionACL::All;
-    fuser::Session::from_fd(fuse::FileSystem::new(exports, pool), device, fuser::SessionACL::All, config)?.spawn()
+    fuser::Session::from_fd(
+        fuse::FileSystem::new(exports, pool),
+        device,
+        fuser::SessionACL::All,
+        config,
+    )?
+    .spawn()
 }
 
 /// Two daemons on one mount would unmount each other.
 fn refuse_second(socket: &Path) -> Result<()> {
     match UnixStream::connect(socket) {
-        Ok(_) => Err(Error::conflict(format!("a blockd already serves on {}", socket.display()))),
+        Ok(_) => Err(Error::conflict(format!(
+            "a blockd already serves on {}",
+            socket.display()
+        ))),
         Err(_) => Ok(()),
     }
 }
@@ -150,7 +182,9 @@ fn refuse_second(socket: &Path) -> Result<()> {
 fn bind(socket: &Path) -> Result<UnixListener> {
     let what = || format!("bind {}", socket.display());
     match std::fs::remove_file(socket) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(Error::io(what(), &error)),
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(Error::io(what(), &error));
+        }
         _ => {}
     }
     // SAFETY: changes only the mode of files this process makes; no other thread exists yet.

@@ -34,14 +34,24 @@ impl Metrics {
             ("reads", "Read requests answered.", &self.reads),
             ("read_bytes", "Bytes read by VMMs.", &self.read_bytes),
             ("writes", "Write requests answered.", &self.writes),
-            ("written_bytes", "Bytes written by VMMs.", &self.written_bytes),
+            (
+                "written_bytes",
+                "Bytes written by VMMs.",
+                &self.written_bytes,
+            ),
             ("discards", "Discards and zero-writes.", &self.discards),
             ("flushes", "Flushes asked for by VMMs.", &self.flushes),
             ("snapshots", "Uppers sealed.", &self.snapshots),
             ("captures", "Memory layers made.", &self.captures),
-            ("captured_pages", "Pages stored in them.", &self.captured_pages),
+            (
+                "captured_pages",
+                "Pages stored in them.",
+                &self.captured_pages,
+            ),
         ];
-        let mut text = format!("# HELP blockd_images Open images.\n# TYPE blockd_images gauge\nblockd_images {images}\n");
+        let mut text = format!(
+            "# HELP blockd_images Open images.\n# TYPE blockd_images gauge\nblockd_images {images}\n"
+        );
         for (name, help, value) in counters {
             let value = value.load(Ordering::Relaxed);
             // Writing to a String cannot fail.

@@ -29,7 +29,14 @@ pub struct Mount {
 /// Must be called before the process has threads, since it forks.
 pub fn mount(directory: &Path) -> Result<(Mount, OwnedFd)> {
     let directory = prepare(directory)?;
-    let (reader, mut pipe) = io::pipe().map(|(reader, writer)| (File::from(OwnedFd::from(reader)), File::from(OwnedFd::from(writer)))).context(|| "make a pipe".into())?;
+    let (reader, mut pipe) = io::pipe()
+        .map(|(reader, writer)| {
+            (
+                File::from(OwnedFd::from(reader)),
+                File::from(OwnedFd::from(writer)),
+            )
+        })
+        .context(|| "make a pipe".into())?;
     // SAFETY: no other thread exists; the child calls nothing but `unmount_at_end`, which never returns.
     let unmounter = match unsafe { libc::fork() } {
         -1 => return Err(Error::io("fork", &io::Error::last_os_error())),
@@ -56,14 +63,32 @@ pub fn mount(directory: &Path) -> Result<(Mount, OwnedFd)> {
         )
     };
     if failed != 0 {
-        let error = Error::io(format!("mount {}", directory.display()), &io::Error::last_os_error());
-        return Err(error.with_hint("blockd must be started with CAP_SYS_ADMIN, on a kernel with FUSE"));
+        let error = Error::io(
+            format!("mount {}", directory.display()),
+            &io::Error::last_os_error(),
+        );
+        return Err(
+            error.with_hint("blockd must be started with CAP_SYS_ADMIN, on a kernel with FUSE")
+        );
     }
     let device = mounted_device(&directory)
         .context(|| "read /proc/self/mountinfo".into())?
-        .ok_or_else(|| Error::new(Code::Io, format!("{} is not mounted after mounting it", directory.display())))?;
-    pipe.write_all(&device.to_ne_bytes()).context(|| "write to the unmounting process".into())?;
-    Ok((Mount { device, pipe: Some(pipe), unmounter }, fuse))
+        .ok_or_else(|| {
+            Error::new(
+                Code::Io,
+                format!("{} is not mounted after mounting it", directory.display()),
+            )
+        })?;
+    pipe.write_all(&device.to_ne_bytes())
+        .context(|| "write to the unmounting process".into())?;
+    Ok((
+        Mount {
+            device,
+            pipe: Some(pipe),
+            unmounter,
+        },
+        fuse,
+    ))
 }
 
 impl Drop for Mount {
@@ -80,23 +105,39 @@ fn nul_free(text: std::result::Result<CString, std::ffi::NulError>) -> Result<CS
 
 fn open_device() -> Result<OwnedFd> {
     let opened = File::options().read(true).write(true).open("/dev/fuse");
-    let hint = "FUSE is needed: load the kernel module `fuse`, and give containers the device /dev/fuse";
-    opened.map(OwnedFd::from).context(|| "open /dev/fuse".into()).map_err(|error| error.with_hint(hint))
+    let hint =
+        "FUSE is needed: load the kernel module `fuse`, and give containers the device /dev/fuse";
+    opened
+        .map(OwnedFd::from)
+        .context(|| "open /dev/fuse".into())
+        .map_err(|error| error.with_hint(hint))
 }
 
 /// The absolute path of a directory that exists and has no mount of ours.
 fn prepare(directory: &Path) -> Result<PathBuf> {
     // Not of the directory itself: with a dead mount on it, it cannot be looked at.
-    let parent = directory.parent().ok_or_else(|| Error::invalid("the mount directory must not be the root"))?;
+    let parent = directory
+        .parent()
+        .ok_or_else(|| Error::invalid("the mount directory must not be the root"))?;
     std::fs::create_dir_all(parent).context(|| format!("make {}", parent.display()))?;
-    let parent = parent.canonicalize().context(|| format!("resolve {}", parent.display()))?;
-    let name = directory.file_name().ok_or_else(|| Error::invalid("the mount directory has no name"))?;
+    let parent = parent
+        .canonicalize()
+        .context(|| format!("resolve {}", parent.display()))?;
+    let name = directory
+        .file_name()
+        .ok_or_else(|| Error::invalid("the mount directory has no name"))?;
     let directory = parent.join(name);
     for _ in 0..MAX_STALE {
-        if mounted_device(&directory).context(|| "read /proc/self/mountinfo".into())?.is_none() {
+        if mounted_device(&directory)
+            .context(|| "read /proc/self/mountinfo".into())?
+            .is_none()
+        {
             break;
         }
-        log::warn!("unmounting what a dead blockd left on {}", directory.display());
+        log::warn!(
+            "unmounting what a dead blockd left on {}",
+            directory.display()
+        );
         detach(&directory).context(|| format!("unmount {}", directory.display()))?;
     }
     match std::fs::create_dir(&directory) {
@@ -110,8 +151,13 @@ fn prepare(directory: &Path) -> Result<PathBuf> {
 fn detach(directory: &Path) -> io::Result<()> {
     let target = CString::new(directory.as_os_str().as_bytes())?;
     // SAFETY: a NUL-terminated string that lives across the call.
-    let failed = unsafe { libc::umount2(target.as_ptr(), libc::MNT_DETACH | libc::UMOUNT_NOFOLLOW) };
-    if failed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let failed =
+        unsafe { libc::umount2(target.as_ptr(), libc::MNT_DETACH | libc::UMOUNT_NOFOLLOW) };
+    if failed == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// Device number of the topmost mount on `directory`, when that is one of ours.
@@ -121,11 +167,16 @@ fn mounted_device(directory: &Path) -> io::Result<Option<u64>> {
     for line in table.split(|&byte| byte == b'\n') {
         // id parent major:minor root mount-point options… - type source options
         let fields: Vec<&[u8]> = line.split(|&byte| byte == b' ').collect();
-        let kind = fields.iter().position(|field| *field == b"-").and_then(|dash| fields.get(dash + 1));
-        if let [_, _, device, _, place, ..] = fields[..] {
-            if unescape(place) == directory.as_os_str().as_bytes() {
-                found = kind.filter(|kind| **kind == FILE_SYSTEM.as_bytes()).and_then(|_| device_number(device));
-            }
+        let kind = fields
+            .iter()
+            .position(|field| *field == b"-")
+            .and_then(|dash| fields.get(dash + 1));
+        if let [_, _, device, _, place, ..] = fields[..]
+            && unescape(place) == directory.as_os_str().as_bytes()
+        {
+            found = kind
+                .filter(|kind| **kind == FILE_SYSTEM.as_bytes())
+                .and_then(|_| device_number(device));
         }
     }
     Ok(found)
@@ -143,7 +194,15 @@ fn unescape(text: &[u8]) -> Vec<u8> {
     while let [byte, after @ ..] = rest {
         rest = after;
         match (byte, after) {
-            (b'\\', [high @ b'0'..=b'3', middle @ b'0'..=b'7', low @ b'0'..=b'7', after @ ..]) => {
+            (
+                b'\\',
+                [
+                    high @ b'0'..=b'3',
+                    middle @ b'0'..=b'7',
+                    low @ b'0'..=b'7',
+                    after @ ..,
+                ],
+            ) => {
                 plain.push((high - b'0') << 6 | (middle - b'0') << 3 | (low - b'0'));
                 rest = after;
             }

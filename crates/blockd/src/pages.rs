@@ -22,7 +22,9 @@ const PAGE_SECTORS: u64 = PAGE / SECTOR;
 
 /// Something that has content in places. Offsets are those in the layer, multiples of [`PAGE`].
 pub trait Source: Sync {
-    /// The parts of `window` that have content, sorted, whole pages.
+    /// Where content may be: whole pages, disjoint.
+    fn ranges(&self) -> Vec<Range<u64>>;
+    /// The parts of `window`, which lies in one of the ranges, that have content: sorted, whole pages.
     fn extents(&self, window: Range<u64>) -> Result<Vec<Range<u64>>>;
     /// Fills `buffer`, whole pages within one extent.
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
@@ -46,13 +48,16 @@ pub struct Copied {
     pub zero_pages: u64,
 }
 
-/// Copies the content of `ranges`, which are disjoint, into `writer`.
-fn copy(source: &dyn Source, ranges: &[Range<u64>], writer: &LayerWriter, zeros: ZeroPages) -> Result<Copied> {
-    let windows: Vec<Range<u64>> = ranges
-        .iter()
+/// Copies all content of `source` into `writer`.
+fn copy(source: &dyn Source, writer: &LayerWriter, zeros: ZeroPages) -> Result<Copied> {
+    let windows: Vec<Range<u64>> = source
+        .ranges()
+        .into_iter()
         .flat_map(|range| {
             let end = range.end;
-            (range.start..end).step_by(WINDOW as usize).map(move |start| start..end.min(start + WINDOW))
+            (range.start..end)
+                .step_by(WINDOW as usize)
+                .map(move |start| start..end.min(start + WINDOW))
         })
         .collect();
     let next = AtomicUsize::new(0);
@@ -67,13 +72,20 @@ fn copy(source: &dyn Source, ranges: &[Range<u64>], writer: &LayerWriter, zeros:
         Ok(batch.copied)
     };
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (1..THREADS.min(windows.len())).map(|_| scope.spawn(work)).collect();
+        let threads: Vec<_> = (1..THREADS.min(windows.len()))
+            .map(|_| scope.spawn(work))
+            .collect();
         let mut total = work();
         for thread in threads {
-            let part = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let part = thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             total = total.and_then(|total| {
                 let part = part?;
-                Ok(Copied { pages: total.pages + part.pages, zero_pages: total.zero_pages + part.zero_pages })
+                Ok(Copied {
+                    pages: total.pages + part.pages,
+                    zero_pages: total.zero_pages + part.zero_pages,
+                })
             });
         }
         total
@@ -86,18 +98,19 @@ pub fn make_layer(
     layer: &Path,
     size: u64,
     source: &dyn Source,
-    ranges: &[Range<u64>],
     zeros: ZeroPages,
 ) -> Result<(Written, Copied)> {
     let writer = LayerWriter::create(files, layer, size)?;
-    let copied = copy(source, ranges, &writer, zeros)?;
+    let copied = copy(source, &writer, zeros)?;
     Ok((writer.finish()?, copied))
 }
 
 /// The size of a memory image: some whole pages.
 pub fn check_memory_size(size: u64) -> Result<()> {
-    if size == 0 || size % PAGE != 0 || size > MAX_VIRTUAL_SIZE {
-        return Err(Error::invalid(format!("size {size}: it must be a positive multiple of {PAGE}")));
+    if size == 0 || !size.is_multiple_of(PAGE) || size > MAX_VIRTUAL_SIZE {
+        return Err(Error::invalid(format!(
+            "size {size}: it must be a positive multiple of {PAGE}"
+        )));
     }
     Ok(())
 }
@@ -115,7 +128,14 @@ struct Batch<'a> {
 
 impl<'a> Batch<'a> {
     fn new(writer: &'a LayerWriter, zeros: ZeroPages) -> Self {
-        Self { writer, zeros, buffer: vec![0; BATCH], filled: 0, entries: Vec::new(), copied: Copied::default() }
+        Self {
+            writer,
+            zeros,
+            buffer: vec![0; BATCH],
+            filled: 0,
+            entries: Vec::new(),
+            copied: Copied::default(),
+        }
     }
 
     fn copy(&mut self, source: &dyn Source, extent: Range<u64>) -> Result<()> {
@@ -145,7 +165,11 @@ impl<'a> Batch<'a> {
                 }
             } else {
                 self.copied.pages += 1;
-                self.push(Entry::data(sector, PAGE_SECTORS, self.filled as u64 / SECTOR));
+                self.push(Entry::data(
+                    sector,
+                    PAGE_SECTORS,
+                    self.filled as u64 / SECTOR,
+                ));
                 if from != self.filled {
                     self.buffer.copy_within(page, self.filled);
                 }
@@ -159,7 +183,8 @@ impl<'a> Batch<'a> {
     }
 
     fn write(&mut self) -> Result<()> {
-        self.writer.append(&self.buffer[..self.filled], &self.entries)?;
+        self.writer
+            .append(&self.buffer[..self.filled], &self.entries)?;
         self.filled = 0;
         self.entries.clear();
         Ok(())
@@ -168,5 +193,6 @@ impl<'a> Batch<'a> {
 
 fn is_zero(page: &[u8]) -> bool {
     // In steps that the compiler turns into wide loads; most pages differ in the first.
-    page.chunks(256).all(|chunk| chunk.iter().fold(0, |seen, byte| seen | byte) == 0)
+    page.chunks(256)
+        .all(|chunk| chunk.iter().fold(0, |seen, byte| seen | byte) == 0)
 }

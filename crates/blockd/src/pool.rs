@@ -18,9 +18,13 @@ impl Pool {
         let jobs = Arc::new(Mutex::new(jobs));
         for number in 0..threads {
             let jobs = jobs.clone();
-            std::thread::Builder::new().name(format!("pool-{number}")).spawn(move || work(&jobs))?;
+            std::thread::Builder::new()
+                .name(format!("pool-{number}"))
+                .spawn(move || work(&jobs))?;
         }
-        Ok(Self { queue: Mutex::new(queue) })
+        Ok(Self {
+            queue: Mutex::new(queue),
+        })
     }
 
     pub fn submit(&self, job: impl FnOnce() + Send + 'static) {

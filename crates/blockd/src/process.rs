@@ -41,7 +41,10 @@ fn ending() -> libc::sigset_t {
 
 /// Every layer of every stack is an open file.
 pub fn raise_descriptor_limit() {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
     // SAFETY: `limit` lives across both calls. Failing leaves the limit as it was.
     unsafe {
         if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
@@ -53,7 +56,13 @@ pub fn raise_descriptor_limit() {
 
 /// Becomes `uid`, with the group of the same number and no other, for good.
 pub fn drop_privileges(uid: u32) -> io::Result<()> {
-    let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
+    let check = |result: libc::c_int| {
+        if result == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    };
     // SAFETY: plain calls; the null pointer goes with a count of zero.
     unsafe {
         check(libc::setgroups(0, std::ptr::null()))?;

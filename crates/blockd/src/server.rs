@@ -19,8 +19,10 @@ const MAX_OPERATIONS: usize = 64;
 /// # Errors
 /// When the runtime cannot be made.
 pub fn serve(listener: UnixListener, api: Arc<Api>) -> io::Result<Infallible> {
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_io().max_blocking_threads(MAX_OPERATIONS).build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .max_blocking_threads(MAX_OPERATIONS)
+        .build()?;
     listener.set_nonblocking(true)?;
     runtime.block_on(async {
         let listener = tokio::net::UnixListener::from_std(listener)?;
@@ -34,9 +36,13 @@ pub fn serve(listener: UnixListener, api: Arc<Api>) -> io::Result<Infallible> {
             };
             let (connection, descriptors) = Connection::new(stream);
             let api = api.clone();
-            let service = service_fn(move |request| handle(api.clone(), descriptors.clone(), request));
+            let service =
+                service_fn(move |request| handle(api.clone(), descriptors.clone(), request));
             tokio::spawn(async move {
-                if let Err(error) = http1::Builder::new().serve_connection(connection, service).await {
+                if let Err(error) = http1::Builder::new()
+                    .serve_connection(connection, service)
+                    .await
+                {
                     log::debug!("connection: {error}");
                 }
             });

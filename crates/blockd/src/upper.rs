@@ -11,7 +11,8 @@ use parking_lot::Mutex;
 use crate::backend::{Blob, Files, Mode, with_suffix};
 use crate::error::{Context, Error, Result};
 use crate::format::{
-    BLOCK, ENTRY, Entry, FIRST_DATA_SECTOR, Header, MAX_VIRTUAL_SIZE, Role, SECTOR, Watermark, round_up,
+    BLOCK, ENTRY, Entry, FIRST_DATA_SECTOR, Header, MAX_VIRTUAL_SIZE, Role, SECTOR, Watermark,
+    round_up,
 };
 use crate::index::{ExtentMap, Place};
 use crate::uuid::Uuid;
@@ -62,24 +63,35 @@ impl Upper {
     ) -> Result<(Self, ExtentMap)> {
         finish_seal(files, directory)?;
         match Self::recover(files, directory)? {
-            Some((upper, _)) if upper.parent.is_some() && upper.parent != parent => Err(Error::conflict(format!(
-                "upper {}: it continues layer {}, which is not the top of the stack",
-                directory.display(),
-                upper.parent.map_or_else(String::new, |uuid| uuid.to_string()),
-            ))
-            .with_hint("it was sealed meanwhile: open it with the sealed layer on top")),
-            Some((upper, _)) if size != 0 && size != upper.virtual_size => Err(Error::conflict(format!(
-                "upper {}: its size is {} bytes, not {size}",
-                directory.display(),
-                upper.virtual_size
-            ))),
+            Some((upper, _)) if upper.parent.is_some() && upper.parent != parent => {
+                Err(Error::conflict(format!(
+                    "upper {}: it continues layer {}, which is not the top of the stack",
+                    directory.display(),
+                    upper
+                        .parent
+                        .map_or_else(String::new, |uuid| uuid.to_string()),
+                ))
+                .with_hint("it was sealed meanwhile: open it with the sealed layer on top"))
+            }
+            Some((upper, _)) if size != 0 && size != upper.virtual_size => {
+                Err(Error::conflict(format!(
+                    "upper {}: its size is {} bytes, not {size}",
+                    directory.display(),
+                    upper.virtual_size
+                )))
+            }
             Some(recovered) => Ok(recovered),
-            None if size == 0 && inherited == 0 => Err(Error::invalid("a new upper without layers needs a size")),
+            None if size == 0 && inherited == 0 => {
+                Err(Error::invalid("a new upper without layers needs a size"))
+            }
             None => {
                 let size = if size == 0 { inherited } else { size };
                 Self::remove(files, directory)?;
                 let [data, index] = [data_path(directory), index_path(directory)];
-                Ok((Self::create(files, directory, &data, &index, size, parent)?, ExtentMap::default()))
+                Ok((
+                    Self::create(files, directory, &data, &index, size, parent)?,
+                    ExtentMap::default(),
+                ))
             }
         }
     }
@@ -87,7 +99,9 @@ impl Upper {
     /// Removes the files of an upper that is not open.
     pub fn remove(files: &dyn Files, directory: &Path) -> Result<()> {
         for path in [index_path(directory), data_path(directory)] {
-            files.remove(&path).context(|| format!("remove {}", path.display()))?;
+            files
+                .remove(&path)
+                .context(|| format!("remove {}", path.display()))?;
         }
         Ok(())
     }
@@ -102,23 +116,34 @@ impl Upper {
     ) -> Result<Self> {
         let uuid = Uuid::random();
         let make = |path: &Path, role| {
-            let blob = files.open(path, Mode::CreateNew)?;
-            let header =
-                Header { role, index_offset: 0, index_size: 0, virtual_size, uuid: Some(uuid), parent };
-            let mut block = match role {
-                Role::IndexHeader => Header { index_offset: BLOCK, ..header }.encode(),
-                _ => header.encode(),
+            let marked = role == Role::IndexHeader;
+            let index_offset = if marked { BLOCK } else { 0 };
+            let header = Header {
+                role,
+                index_offset,
+                index_size: 0,
+                virtual_size,
+                uuid: Some(uuid),
+                parent,
+                marked,
             };
-            if role == Role::IndexHeader {
-                let mark = Watermark { entries: 0, boot_id: files.boot_id() };
-                block[Watermark::OFFSET as usize..(Watermark::OFFSET + SECTOR) as usize]
+            let mut block = header.encode();
+            if marked {
+                let mark = Watermark {
+                    entries: 0,
+                    boot_id: files.boot_id(),
+                };
+                block[Watermark::OFFSET as usize..][..SECTOR as usize]
                     .copy_from_slice(&mark.encode());
             }
+            let blob = files.open(path, Mode::CreateNew)?;
             blob.write_at(&block, 0)?;
             Ok(blob)
         };
-        let data = make(data_path, Role::DataHeader).context(|| format!("make {}", data_path.display()))?;
-        let index = make(index_path, Role::IndexHeader).context(|| format!("make {}", index_path.display()))?;
+        let data = make(data_path, Role::DataHeader)
+            .context(|| format!("make {}", data_path.display()))?;
+        let index = make(index_path, Role::IndexHeader)
+            .context(|| format!("make {}", index_path.display()))?;
         Ok(Self {
             directory: directory.to_owned(),
             uuid,
@@ -147,14 +172,28 @@ impl Upper {
             .filter(|header| header.role == Role::IndexHeader)
             .ok_or_else(|| corrupt("upper.index has no header of an index file"))?;
         let whole = index.len().context(what)?.saturating_sub(BLOCK) / ENTRY;
-        let entries = match Watermark::decode(&block) {
-            Some(mark) if mark.boot_id != files.boot_id() => mark.entries.min(whole),
-            _ => whole,
+        let mark = Watermark::decode(&block);
+        let same_boot = mark.is_some_and(|mark| mark.boot_id == files.boot_id());
+        let foreign = mark.is_none() && !header.marked;
+        let entries = if same_boot || foreign {
+            whole
+        } else {
+            // Without its mark, no flush was ever completed.
+            mark.map_or(0, |mark| mark.entries.min(whole))
         };
-        let data_block = data_file.as_deref().map(first_block).transpose().context(what)?.flatten();
+        let data_block = data_file
+            .as_deref()
+            .map(first_block)
+            .transpose()
+            .context(what)?
+            .flatten();
         let (Some(data), Some(data_block)) = (data_file, data_block) else {
             // A flush would have made the data file durable first.
-            return if entries == 0 { Ok(None) } else { Err(corrupt("upper.data is gone")) };
+            return if entries == 0 {
+                Ok(None)
+            } else {
+                Err(corrupt("upper.data is gone"))
+            };
         };
         let data_header = Header::decode(&data_block)
             .filter(|header| header.role == Role::DataHeader)
@@ -183,7 +222,11 @@ impl Upper {
             next: AtomicU64::new(next),
             entries: Mutex::new(entries),
         };
-        upper.mark(files, entries).context(what)?;
+        if foreign {
+            upper.sync(files, entries).context(what)?;
+        } else if !same_boot {
+            upper.mark(files, entries).context(what)?;
+        }
         Ok(Some((upper, map)))
     }
 
@@ -210,16 +253,22 @@ impl Upper {
         let start = sector * SECTOR;
         let piece = (start + length) / WRITE_OUT;
         if piece > start / WRITE_OUT {
-            self.data.write_out((piece - 1) * WRITE_OUT, WRITE_OUT, false)?;
+            self.data
+                .write_out((piece - 1) * WRITE_OUT, WRITE_OUT, false)?;
             if piece > IN_FLIGHT {
-                self.data.write_out((piece - 1 - IN_FLIGHT) * WRITE_OUT, WRITE_OUT, true)?;
+                self.data
+                    .write_out((piece - 1 - IN_FLIGHT) * WRITE_OUT, WRITE_OUT, true)?;
             }
         }
         Ok(())
     }
 
     /// Hands `entries` to the kernel, then calls `publish`, both before any other commit: the order of the index file is that of publishing. After a failure nothing is committed.
-    pub fn commit(&self, entries: impl Iterator<Item = Entry>, publish: impl FnOnce()) -> std::io::Result<()> {
+    pub fn commit(
+        &self,
+        entries: impl Iterator<Item = Entry>,
+        publish: impl FnOnce(),
+    ) -> std::io::Result<()> {
         let mut count = self.entries.lock();
         let mut bytes = Vec::with_capacity(ENTRY as usize);
         let mut written = *count;
@@ -254,7 +303,10 @@ impl Upper {
     }
 
     fn mark(&self, files: &dyn Files, entries: u64) -> std::io::Result<()> {
-        let mark = Watermark { entries, boot_id: files.boot_id() };
+        let mark = Watermark {
+            entries,
+            boot_id: files.boot_id(),
+        };
         self.index.write_at(&mark.encode(), Watermark::OFFSET)
     }
 
@@ -262,7 +314,12 @@ impl Upper {
     ///
     /// # Errors
     /// [`SealError::Undone`]: nothing has changed. [`SealError::Terminal`]: the file is at `layer`, but the new upper is not in place.
-    pub fn seal(&self, files: &dyn Files, index: &[Entry], layer: &Path) -> std::result::Result<Self, SealError> {
+    pub fn seal(
+        &self,
+        files: &dyn Files,
+        index: &[Entry],
+        layer: &Path,
+    ) -> std::result::Result<Self, SealError> {
         let [data, index_file] = [data_path(&self.directory), index_path(&self.directory)];
         let (next_data, next_index) = (next_of(&data), next_of(&index_file));
         let end = self.data_bytes();
@@ -272,12 +329,23 @@ impl Upper {
             .and_then(|()| {
                 // Leftovers of a seal that failed before; in this order, see `finish_seal`.
                 for path in [&next_index, &next_data] {
-                    files.remove(path).context(|| format!("remove {}", path.display()))?;
+                    files
+                        .remove(path)
+                        .context(|| format!("remove {}", path.display()))?;
                 }
-                Self::create(files, &self.directory, &next_data, &next_index, self.virtual_size, Some(self.uuid))
+                Self::create(
+                    files,
+                    &self.directory,
+                    &next_data,
+                    &next_index,
+                    self.virtual_size,
+                    Some(self.uuid),
+                )
             })
             .and_then(|next| {
-                files.rename_new(&data, layer).context(|| format!("rename sealed upper to {}", layer.display()))?;
+                files
+                    .rename_new(&data, layer)
+                    .context(|| format!("rename sealed upper to {}", layer.display()))?;
                 Ok(next)
             });
         let next = prepared.map_err(|error| {
@@ -287,8 +355,12 @@ impl Upper {
             let _ = self.data.set_len(end);
             SealError::Undone(error)
         })?;
-        let in_place = files.rename(&next_data, &data).and_then(|()| files.rename(&next_index, &index_file));
-        match in_place.context(|| format!("put the new upper of {} in place", self.directory.display())) {
+        let in_place = files
+            .rename(&next_data, &data)
+            .and_then(|()| files.rename(&next_index, &index_file));
+        match in_place
+            .context(|| format!("put the new upper of {} in place", self.directory.display()))
+        {
             Ok(()) => Ok(next),
             Err(error) => Err(SealError::Terminal(error)),
         }
@@ -306,6 +378,7 @@ impl Upper {
             virtual_size: self.virtual_size,
             uuid: Some(self.uuid),
             parent: self.parent,
+            marked: false,
         };
         tail.extend_from_slice(&trailer.encode());
         self.data.write_at(&tail, end)?;
@@ -332,9 +405,14 @@ fn finish_seal(files: &dyn Files, directory: &Path) -> Result<()> {
             return Ok(None);
         };
         let block = first_block(&*blob).context(what)?;
-        Ok(block.and_then(|block| Header::decode(&block)).and_then(|header| header.uuid))
+        Ok(block
+            .and_then(|block| Header::decode(&block))
+            .and_then(|header| header.uuid))
     };
-    if uuid(&data)?.is_none() && uuid(&next_data)?.is_some() && uuid(&next_data)? == uuid(&next_index)? {
+    if uuid(&data)?.is_none()
+        && uuid(&next_data)?.is_some()
+        && uuid(&next_data)? == uuid(&next_index)?
+    {
         files.rename(&next_data, &data).context(what)?;
     }
     if uuid(&next_index)?.is_some() && uuid(&next_index)? == uuid(&data)? {
@@ -352,18 +430,27 @@ fn open_existing(files: &dyn Files, path: &Path) -> std::io::Result<Option<Arc<d
     }
 }
 
-/// The header block; None when the file is too short or it is all zeros, as a power failure can leave a file that was never synced.
+/// The header block; None when the file is too short or there is nothing where the structure should be, as a power failure
+/// can leave a file that was never synced.
 fn first_block(blob: &(dyn Blob + 'static)) -> std::io::Result<Option<[u8; BLOCK as usize]>> {
     let mut block = [0; BLOCK as usize];
     if blob.len()? < BLOCK {
         return Ok(None);
     }
     blob.read_at(&mut block, 0)?;
-    Ok(block.iter().any(|&byte| byte != 0).then_some(block))
+    Ok(block[..SECTOR as usize]
+        .iter()
+        .any(|&byte| byte != 0)
+        .then_some(block))
 }
 
 /// The map that `entries` entries make, and the first free physical sector. None when one lies outside the image or the data file.
-fn replay(index: &dyn Blob, entries: u64, sectors: u64, data_end: u64) -> std::io::Result<Option<(ExtentMap, u64)>> {
+fn replay(
+    index: &dyn Blob,
+    entries: u64,
+    sectors: u64,
+    data_end: u64,
+) -> std::io::Result<Option<(ExtentMap, u64)>> {
     let mut map = ExtentMap::default();
     let mut next = FIRST_DATA_SECTOR;
     let mut buffer = vec![0; (entries * ENTRY).min(INDEX_CHUNK) as usize];
@@ -373,7 +460,11 @@ fn replay(index: &dyn Blob, entries: u64, sectors: u64, data_end: u64) -> std::i
         index.read_at(chunk, BLOCK + at)?;
         at += chunk.len() as u64;
         let (raw, _) = chunk.as_chunks::<{ ENTRY as usize }>();
-        for entry in raw.iter().map(Entry::from_bytes).filter(|entry| entry.length() > 0) {
+        for entry in raw
+            .iter()
+            .map(Entry::from_bytes)
+            .filter(|entry| entry.length() > 0)
+        {
             let physical_end = entry.physical() + entry.length();
             if entry.end() > sectors {
                 return Ok(None);

@@ -18,14 +18,19 @@ impl Uuid {
     pub fn parse(text: &[u8]) -> Option<Self> {
         let text = std::str::from_utf8(text).ok()?;
         let hyphens = [8, 13, 18, 23];
-        if text.len() != 36 || !text.is_ascii() || hyphens.iter().any(|&at| text.as_bytes()[at] != b'-') {
+        if text.len() != 36
+            || !text.is_ascii()
+            || hyphens.iter().any(|&at| text.as_bytes()[at] != b'-')
+        {
             return None;
         }
         let digits: String = text.chars().filter(|&c| c != '-').collect();
         if !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
             return None;
         }
-        let value = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.len() == 32)?;
+        let value = u128::from_str_radix(&digits, 16)
+            .ok()
+            .filter(|_| digits.len() == 32)?;
         (value != 0).then(|| Self(value.to_be_bytes()))
     }
 }
@@ -50,7 +55,10 @@ impl fmt::Debug for Uuid {
 
 /// 128 bits as 32 hex digits.
 pub fn random_name() -> String {
-    random_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+    random_bytes()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 fn random_bytes() -> [u8; 16] {

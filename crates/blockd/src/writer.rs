@@ -8,7 +8,9 @@ use parking_lot::Mutex;
 
 use crate::backend::{Blob, Files, Mode, with_suffix};
 use crate::error::{Context, Error, Result};
-use crate::format::{BLOCK, COMPACT_ENTRIES, ENTRY, Entry, FIRST_DATA_SECTOR, Header, Role, SECTOR, round_up};
+use crate::format::{
+    BLOCK, COMPACT_ENTRIES, ENTRY, Entry, FIRST_DATA_SECTOR, Header, Role, SECTOR, round_up,
+};
 use crate::index::push_joined;
 use crate::uuid::{Uuid, random_name};
 
@@ -36,7 +38,9 @@ pub struct Written {
 impl LayerWriter {
     pub fn create(files: Arc<dyn Files>, path: &Path, virtual_size: u64) -> Result<Self> {
         let temporary = with_suffix(path, &format!(".{}.partial", random_name()));
-        let blob = files.open(&temporary, Mode::CreateNew).context(|| format!("make layer {}", path.display()))?;
+        let blob = files
+            .open(&temporary, Mode::CreateNew)
+            .context(|| format!("make layer {}", path.display()))?;
         let writer = Self {
             files,
             blob,
@@ -57,7 +61,9 @@ impl LayerWriter {
 
     /// Stores `data`, whole sectors. Its `entries` give physical sectors relative to the start of `data`; ranges of different calls must not overlap.
     pub fn append(&self, data: &[u8], entries: &[Entry]) -> Result<()> {
-        let base = self.next.fetch_add(data.len() as u64 / SECTOR, Ordering::Relaxed);
+        let base = self
+            .next
+            .fetch_add(data.len() as u64 / SECTOR, Ordering::Relaxed);
         self.write(data, base * SECTOR)?;
         let placed = entries.iter().map(|entry| match entry.is_zeroed() {
             true => *entry,
@@ -75,11 +81,17 @@ impl LayerWriter {
         let index_offset = self.next.load(Ordering::Relaxed) * SECTOR;
         let mut index = compact(std::mem::take(&mut *self.entries.lock()));
         if !index.is_empty() {
-            index.resize(index.len().next_multiple_of(COMPACT_ENTRIES), Entry::PADDING);
+            index.resize(
+                index.len().next_multiple_of(COMPACT_ENTRIES),
+                Entry::PADDING,
+            );
         }
         let mut tail: Vec<u8> = index.iter().flat_map(|entry| entry.to_bytes()).collect();
         debug_assert_eq!(tail.len() as u64, index.len() as u64 * ENTRY);
-        tail.resize((round_up(index_offset + tail.len() as u64, BLOCK) - index_offset) as usize, 0);
+        tail.resize(
+            (round_up(index_offset + tail.len() as u64, BLOCK) - index_offset) as usize,
+            0,
+        );
         tail.extend_from_slice(&self.header(Role::Trailer, index_offset, index.len() as u64));
         self.write(&tail, index_offset)?;
         if let Some(temporary) = &self.temporary {
@@ -88,25 +100,40 @@ impl LayerWriter {
         }
         self.temporary = None;
         let size_bytes = index_offset + tail.len() as u64;
-        Ok(Written { path: self.path.clone(), size_bytes, uuid: self.uuid })
+        Ok(Written {
+            path: self.path.clone(),
+            size_bytes,
+            uuid: self.uuid,
+        })
     }
 
     fn header(&self, role: Role, index_offset: u64, index_size: u64) -> [u8; BLOCK as usize] {
         let (virtual_size, uuid) = (self.virtual_size, Some(self.uuid));
-        Header { role, index_offset, index_size, virtual_size, uuid, parent: None }.encode()
+        Header {
+            role,
+            index_offset,
+            index_size,
+            virtual_size,
+            uuid,
+            parent: None,
+            marked: false,
+        }
+        .encode()
     }
 
     fn write(&self, data: &[u8], offset: u64) -> Result<()> {
-        self.blob.write_at(data, offset).context(|| format!("write layer {}", self.path.display()))
+        self.blob
+            .write_at(data, offset)
+            .context(|| format!("write layer {}", self.path.display()))
     }
 }
 
 impl Drop for LayerWriter {
     fn drop(&mut self) {
-        if let Some(temporary) = &self.temporary {
-            if let Err(error) = self.files.remove(temporary) {
-                log::warn!("remove {}: {error}", temporary.display());
-            }
+        if let Some(temporary) = &self.temporary
+            && let Err(error) = self.files.remove(temporary)
+        {
+            log::warn!("remove {}: {error}", temporary.display());
         }
     }
 }
