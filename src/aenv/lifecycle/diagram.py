@@ -95,8 +95,7 @@ def _recovery() -> Iterator[str]:
         told: set[tuple[str, ...]] = set()
         for facts, step in rows.items():
             cells = tuple(
-                ("yes" if fact else "no") if matter else "–"
-                for fact, matter in zip(facts, matters, strict=True)
+                ("yes" if fact else "no") if matter else "–" for fact, matter in zip(facts, matters, strict=True)
             )
             if cells not in told:
                 told.add(cells)

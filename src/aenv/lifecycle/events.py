@@ -76,9 +76,7 @@ class Action(Enum):
     ANSWER_FAILURE = "the request that began this is answered with what went wrong; nobody may be waiting"
 
 
-WORK = frozenset(
-    {Action.LAUNCH, Action.RESTORE, Action.CAPTURE_AND_STAY, Action.CAPTURE_AND_GO_ON, Action.RELEASE_ALL}
-)
+WORK = frozenset({Action.LAUNCH, Action.RESTORE, Action.CAPTURE_AND_STAY, Action.CAPTURE_AND_GO_ON, Action.RELEASE_ALL})
 FALLIBLE = frozenset({Action.PERSIST, Action.ADOPT, Action.ROLL_BACK, Action.THAW})
 
 

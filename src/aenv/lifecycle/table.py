@@ -103,9 +103,7 @@ TABLE: dict[tuple[S, Event], Decision] = {
     (S.PAUSED, R.SET_TIMEOUT): Deny(Reason.NOT_RUNNING),
     (S.PAUSED, R.KILL): _KILL,
     (S.PAUSED, O.VM_DIED): Ignore(),
-    (S.RESUMING, O.RESUMED): Step(
-        S.RUNNING, (*_SERVE, A.DROP_CAPTURE), otherwise=O.RESUME_FAILED, new_vm=True
-    ),
+    (S.RESUMING, O.RESUMED): Step(S.RUNNING, (*_SERVE, A.DROP_CAPTURE), otherwise=O.RESUME_FAILED, new_vm=True),
     (S.RESUMING, O.RESUME_FAILED): Step(S.PAUSED, (A.PERSIST, A.RELEASE_VM, A.ANSWER_FAILURE)),
     (S.KILLING, O.RELEASED): Step(S.KILLED, (A.FORGET, A.ANSWER)),
     (S.FAILED, O.RELEASED): Step(S.FAILED, (A.FORGET, A.ANSWER_FAILURE)),
