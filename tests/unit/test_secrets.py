@@ -27,8 +27,8 @@ def test_tokens_are_hmacs_of_the_sandbox_id() -> None:
 
 
 def test_the_seed_is_made_once(tmp_path: Path) -> None:
-    first = Tokens.load(tmp_path)
-    assert Tokens.load(tmp_path).envd("i0") == first.envd("i0")
+    first = Tokens.load(tmp_path / "secrets")
+    assert Tokens.load(tmp_path / "secrets").envd("i0") == first.envd("i0")
     assert (tmp_path / "secrets" / "sandbox-token-seed").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o700
     assert [path.name for path in (tmp_path / "secrets").iterdir()] == ["sandbox-token-seed"]

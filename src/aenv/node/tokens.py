@@ -17,12 +17,12 @@ class Tokens:
         self._seed = seed.encode()
 
     @classmethod
-    def load(cls, home: Path) -> "Tokens":
-        """From <home>/secrets/sandbox-token-seed, which is made at first use. Nodes that move sandboxes share one.
+    def load(cls, directory: Path) -> "Tokens":
+        """From `directory`/sandbox-token-seed (<home>/secrets), made at first use. Nodes that move sandboxes share one.
 
         Raises: CorruptData, OperationFailed (see `managed_secret`).
         """
-        path = home / "secrets" / "sandbox-token-seed"
+        path = directory / "sandbox-token-seed"
         return cls(
             managed_secret(path, generate=lambda: secrets.token_hex(32), valid=lambda text: bool(_SEED.fullmatch(text)))
         )
