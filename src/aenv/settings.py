@@ -17,6 +17,12 @@ from pydantic_settings import (
 )
 
 
+def _default_cache() -> Path:
+    if os.geteuid() == 0:
+        return Path("/var/cache/aenv")
+    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "aenv"
+
+
 class Settings(BaseSettings):
     """Settings of one node."""
 
@@ -29,8 +35,9 @@ class Settings(BaseSettings):
         description="Sockets, mounts and the resource ledger; lost at a reboot, best on a tmpfs.",
     )
     cache: Path = Field(
-        Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "aenv",
-        description="Guest kernel, initramfs and base image, keyed by content; shared by nodes, rebuilt at will.",
+        default_factory=_default_cache,
+        description="Guest kernel, initramfs and base image, keyed by content; shared by nodes, rebuilt at will. "
+        "VMMs and blockd, which are not root, must be able to read it.",
     )
 
     # the front door
@@ -154,7 +161,7 @@ def reference() -> str:
         "|---|---|---|",
     ]
     for name, field in Settings.model_fields.items():
-        default = "`<user cache directory>/aenv`" if name == "cache" else f"`{_shown(field.default)}`"
+        default = "`/var/cache/aenv`, or the user's own" if name == "cache" else f"`{_shown(field.default)}`"
         lines.append(f"| `AENV_{name.upper()}` | {default} | {field.description} |")
     return "\n".join([*lines, ""])
 
