@@ -202,6 +202,7 @@ class Edge:
         transport = httpx.AsyncHTTPTransport(uds=str(directory / "admin"))
         self.admin = httpx.AsyncClient(transport=transport, base_url="http://edge")
         self.client = httpx.AsyncClient(base_url=self.url)
+        self._raw: list[RawClient] = []
 
     @property
     def control_socket(self) -> Path:
@@ -227,16 +228,21 @@ class Edge:
 
     async def raw(self) -> RawClient:
         host, port = self.listen.rsplit(":", 1)
-        return RawClient(*await asyncio.open_connection(host, int(port)))
+        self._raw.append(RawClient(*await asyncio.open_connection(host, int(port))))
+        return self._raw[-1]
+
+    async def close(self) -> None:
+        """Let go of all connections to it."""
+        for client in self._raw:
+            client.writer.transport.abort()
+        await self.admin.aclose()
+        await self.client.aclose()
 
     async def exchange(self, data: bytes) -> Answer:
         """One raw request, one answer."""
         client = await self.raw()
-        try:
-            await client.send(data)
-            return await client.answer()
-        finally:
-            client.writer.close()
+        await client.send(data)
+        return await client.answer()
 
     def resident_bytes(self) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -270,10 +276,11 @@ async def running_edge(*options: str) -> AsyncIterator[Edge]:
         try:
             line = (await asyncio.wait_for(process.stdout.readline(), 10)).decode()
             edge = Edge(directory, process, line.removeprefix("ready ").strip())
-            async with edge.admin, edge.client:
+            try:
                 yield edge
-            log = edge.log
-            assert "panicked" not in log, log
+            finally:
+                await edge.close()
+            assert "panicked" not in edge.log, edge.log
         finally:
             if process.returncode is None:
                 process.kill()

@@ -24,7 +24,7 @@ use crate::proxy::Proxy;
 
 /// Longer than SDKs keep idle connections (300 s), so that it is the client who closes and no request meets a closing connection.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(330);
-/// Also the bound on a request's head.
+/// Also what bounds a request's head, to within a factor of two.
 const BUFFER_BYTES: usize = 64 * 1024;
 const STREAMS_PER_CONNECTION: u32 = 128;
 const REFUSALS_AT_ONCE: usize = 256;

@@ -28,7 +28,7 @@ const SPARE_CONNECTIONS: usize = 64;
 /// take one used so recently that no server would have closed it.
 const IDLE_LIMIT: Duration = Duration::from_secs(60);
 const FRESH_LIMIT: Duration = Duration::from_secs(1);
-/// Also the bound on a response's head.
+/// Also what bounds a response's head, to within a factor of two.
 const BUFFER_BYTES: usize = 64 * 1024;
 
 #[derive(Clone)]
