@@ -1,4 +1,4 @@
-"""The node's calls to the agent in one guest (docs/protocols/envd.md), and as much of E2B's protocol as it needs itself.
+"""The node's calls to the agent in one guest (docs/protocols/envd.md), and the little of E2B's protocol that it needs.
 
 A request is a connection of its own: a restored guest can hold none from before, and connecting costs one round trip on
 a local link. HTTP/1.0 is spoken, so a response ends with its connection and there is no framing to undo. No request is
@@ -24,8 +24,8 @@ CONTROL_TIMEOUT_S = 10.0
 
 _FIRST_ATTEMPT_S = 0.25
 _LONGEST_ATTEMPT_S = 4.0
-"""A SYN lost on a guest without network is sent again by the kernel after 1 s; starting over is quicker. Each attempt is
-given twice the time of the one before, for a guest that is there but slow."""
+"""A SYN lost on a guest without network is sent again by the kernel after 1 s; starting over is quicker. Each attempt
+gets twice the time of the one before, for a guest that is there but slow."""
 _REFUSED_PAUSE_S = 0.005
 """The guest's kernel answers but its agent does not listen yet."""
 _END_OF_STREAM = 0x02
