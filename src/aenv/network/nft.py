@@ -10,10 +10,9 @@ from aenv.errors import HostUnsupported, OperationFailed
 _DEADLINE_S = 20.0
 
 
-def find_nft() -> Path:
-    """Raises: HostUnsupported when it is not installed."""
-    search = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    found = shutil.which("nft", path=search)
+def find_nft(also: str = "/usr/sbin:/sbin") -> Path:
+    """Looks in PATH and in `also`, which few users' PATH has. Raises: HostUnsupported when it is not there."""
+    found = shutil.which("nft", path=f"{os.environ.get('PATH', '')}:{also}")
     if found is None:
         raise HostUnsupported("no nft program found", hint="install the package nftables")
     return Path(found)

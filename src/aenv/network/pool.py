@@ -78,6 +78,8 @@ class SlotPool:
         self._sequence = IndexSequence(first, self.plan.last_index)
         self._held: set[int] = set()
         """Indexes of slots that are being made, ready, in use, or being freed."""
+        self._inherited: set[int] = set()
+        """Indexes of slots an earlier server left, neither adopted nor swept yet."""
         self._ready: deque[Slot] = deque()
         self._in_use: dict[int, Slot] = {}
         self._jobs: set[asyncio.Task[Any]] = set()
@@ -88,12 +90,22 @@ class SlotPool:
         self._started = False
         self._closed = False
 
+    @property
+    def ready(self) -> int:
+        """How many slots an `acquire` would get at once."""
+        return len(self._ready)
+
+    @property
+    def in_use(self) -> tuple[Slot, ...]:
+        return tuple(self._in_use.values())
+
     async def start(self) -> None:
         """Prepare the host and begin to fill the pool; call `adopt` and `sweep` afterwards. Raises:
         HostUnsupported."""
         self._nft = require_host()
         rules = host_rules(self.plan, self.dns_servers)
         await in_fresh_thread(partial(prepare_host, self._nft, rules), name="network-start")
+        self._inherited = await self._existing()
         if not self.dns_servers:
             _log.warning("no DNS server a sandbox could reach is configured; set AENV_DNS_SERVERS")
         self._started = True
@@ -150,16 +162,13 @@ class SlotPool:
         """
         if index in self._in_use:
             return self._in_use[index]
-        if index in self._held or not 1 <= index <= self.plan.last_index:
-            raise OperationFailed(f"network slot {index} is none that could be adopted")
+        if index not in self._inherited:
+            raise OperationFailed(f"network slot {index} was not left by an earlier server")
         slot = self.plan.slot(index)
         check = partial(build.verify, slot, self.plan, self._nft)
+        await in_fresh_thread(check, name=f"network-adopt-{index}")
+        self._inherited.discard(index)
         self._held.add(index)
-        try:
-            await in_fresh_thread(check, name=f"network-adopt-{index}")
-        except BaseException:
-            self._held.discard(index)
-            raise
         self._in_use[index] = slot
         return slot
 
@@ -169,9 +178,7 @@ class SlotPool:
 
         Raises: OperationFailed when one could not be freed; the others are.
         """
-        found = await in_fresh_thread(partial(build.existing, self.plan), name="network-sweep")
-        found |= {int(entry.name) for entry in self._ledger.entries(LEDGER_KIND) if entry.name.isdecimal()}
-        stale = sorted(found - keep - self._held)
+        stale = sorted(await self._existing() - keep - self._held)
         self._held.update(stale)
         jobs = [self._job(self._free(index), "sweep") for index in stale]
         outcomes = await asyncio.shield(asyncio.gather(*jobs, return_exceptions=True))
@@ -213,16 +220,16 @@ class SlotPool:
 
     async def _make(self) -> None:
         """Add a slot under the default policy to the ready ones."""
-        excluded: set[int] = self._held
+        taken: set[int] = set()
         async with self._changes:
             while True:
-                index = self._sequence.take(excluded)
+                index = self._sequence.take(self._held | self._inherited | taken)
                 try:
                     await self._build(self.plan.slot(index))
                     break
                 except build.IndexTakenError:
                     taken = await in_fresh_thread(partial(build.claimed, self.plan), name="network-scan")
-                    excluded = self._held | taken | {index}
+                    taken.add(index)
         self._ready.append(self.plan.slot(index))
 
     async def _build(self, slot: Slot) -> None:
@@ -233,9 +240,6 @@ class SlotPool:
         self._record(slot, "")
         try:
             await in_fresh_thread(builder.build, name=f"network-make-{slot.index}")
-        except build.IndexTakenError:
-            self._held.discard(slot.index)
-            raise
         except BaseException:
             self._held.discard(slot.index)
             self._ledger.erase(LEDGER_KIND, str(slot.index))
@@ -246,6 +250,7 @@ class SlotPool:
             async with self._changes:
                 await in_fresh_thread(partial(build.free, self.plan, index), name=f"network-free-{index}")
             self._ledger.erase(LEDGER_KIND, str(index))
+            self._inherited.discard(index)
         finally:
             self._held.discard(index)
 
@@ -271,6 +276,12 @@ class SlotPool:
         await asyncio.shield(self._job(in_fresh_thread(work, name=f"network-policy-{slot.index}"), "policy"))
 
     # bookkeeping
+
+    async def _existing(self) -> set[int]:
+        """Every index of which the kernel or the ledger has something of this node."""
+        found = await in_fresh_thread(partial(build.existing, self.plan), name="network-list")
+        names = (entry.name for entry in self._ledger.entries(LEDGER_KIND))
+        return found | {int(name) for name in names if name.isdecimal()}
 
     def _record(self, slot: Slot, owner: str) -> None:
         self._ledger.record(LEDGER_KIND, str(slot.index), owner=owner, host_address=slot.host_address)
