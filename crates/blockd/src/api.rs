@@ -1,4 +1,5 @@
-//! The routes of docs/protocols/blockd.md: decoding requests, calling the engine on a thread that may block, encoding answers.
+//! The routes of docs/protocols/blockd.md: decoding requests, calling the engine on a thread that
+//! may block, encoding answers.
 
 use std::convert::Infallible;
 use std::os::fd::OwnedFd;
@@ -60,7 +61,8 @@ pub async fn handle(
 ) -> std::result::Result<Response<Full<Bytes>>, Infallible> {
     let (head, body) = request.into_parts();
     let body = Limited::new(body, MAX_BODY).collect().await;
-    // Taken whatever becomes of the request, so that the next one on this connection does not find them.
+    // Taken whatever becomes of the request, so that the next one on this connection does not find
+    // them.
     let descriptors = std::mem::take(&mut *descriptors.lock());
     let answer = match body {
         Err(error) => Err(Error::invalid(format!("read the request's body: {error}"))),
@@ -135,13 +137,13 @@ impl Api {
             }
             ("POST", ["memory", "import"]) => {
                 let request: DiffRequest = parse(body)?;
-                check_paths([&request.diff, &request.layer])?;
-                memory_layer(import_diff(files(), &request)?)
+                check_paths(request.diff.iter().chain([&request.layer]))?;
+                memory_layer(import_diff(files(), request, descriptors)?)
             }
             ("POST", ["layers", "import"]) => {
                 let request: RawRequest = parse(body)?;
-                check_paths([&request.raw, &request.layer])?;
-                let (written, virtual_size) = import_raw(files(), &request)?;
+                check_paths(request.raw.iter().chain([&request.layer]))?;
+                let (written, virtual_size) = import_raw(files(), request, descriptors)?;
                 answer(json!({
                     "path": written.path,
                     "size_bytes": written.size_bytes,

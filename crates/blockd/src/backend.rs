@@ -1,4 +1,5 @@
-//! Files as the engine sees them: two small traits, so that tests can model failures, torn writes and power loss.
+//! Files as the engine sees them: two small traits, so that tests can model failures, torn writes
+//! and power loss.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -17,7 +18,8 @@ pub trait Blob: Send + Sync {
     fn set_len(&self, length: u64) -> io::Result<()>;
     /// Data, and the metadata needed to read it, are on stable storage.
     fn sync(&self) -> io::Result<()>;
-    /// Begins to write a range out; with `wait` returns when that is done. No durability promise: the device's cache is not flushed.
+    /// Begins to write a range out; with `wait` returns when that is done. No durability promise:
+    /// the device's cache is not flushed.
     fn write_out(&self, offset: u64, length: u64, wait: bool) -> io::Result<()>;
 }
 
@@ -33,6 +35,9 @@ pub enum Mode {
 /// What tells a file from every other one that exists now: device and inode.
 pub type Identity = (u64, u64);
 
+/// Held until it is dropped.
+pub type Lock = Box<dyn Send + Sync>;
+
 /// The name space of the host's file systems.
 pub trait Files: Send + Sync {
     fn open(&self, path: &Path, mode: Mode) -> io::Result<Arc<dyn Blob>>;
@@ -44,6 +49,9 @@ pub trait Files: Send + Sync {
     /// An absent file is fine.
     fn remove(&self, path: &Path) -> io::Result<()>;
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
+    /// Keeps other processes and other images out of a directory until the lock is dropped.
+    /// `WouldBlock` when it is taken.
+    fn lock_dir(&self, path: &Path) -> io::Result<Lock>;
     /// Changes with every restart of the host.
     fn boot_id(&self) -> [u8; 16];
 }
@@ -139,6 +147,17 @@ impl Files for HostFiles {
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
         File::open(path)?.sync_all()
+    }
+
+    fn lock_dir(&self, path: &Path) -> io::Result<Lock> {
+        let directory = File::open(path)?;
+        // SAFETY: a call on a descriptor we own; no memory is passed.
+        let failed = unsafe { libc::flock(directory.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) };
+        if failed == 0 {
+            Ok(Box::new(directory))
+        } else {
+            Err(io::Error::last_os_error())
+        }
     }
 
     fn boot_id(&self) -> [u8; 16] {

@@ -1,7 +1,8 @@
 //! The private pages of a stopped process as a layer.
 //!
-//! A page of a private file mapping that was never written is a file page (bit 61) or not present: clean. One that was written, or read where nothing is mapped
-//! (the zero page), is present without bit 61, or swapped (bit 62). Source: Linux, Documentation/admin-guide/mm/pagemap.rst.
+//! A page of a private file mapping that was never written is a file page (bit 61) or not present:
+//! clean. One that was written, or read where nothing is mapped (the zero page), is present without
+//! bit 61, or swapped (bit 62). Source: Linux, Documentation/admin-guide/mm/pagemap.rst.
 
 use std::fs::File;
 use std::ops::Range;
@@ -47,7 +48,8 @@ struct ProcessMemory {
     ranges: Vec<MemoryRange>,
 }
 
-/// Captures what is private to the process whose `mem` and `pagemap` these are. The process must not run meanwhile.
+/// Captures what is private to the process whose `mem` and `pagemap` these are. The process must
+/// not run meanwhile.
 ///
 /// # Errors
 /// Nothing is left behind. `invalid` for ranges that overlap or do not fit.

@@ -44,7 +44,8 @@ impl Read for Connection {
     ) -> Poll<io::Result<()>> {
         loop {
             ready!(self.stream.poll_read_ready(context))?;
-            // SAFETY: only initialised bytes are ever written to what `as_mut` gives, and only those are advanced over.
+            // SAFETY: only initialised bytes are ever written to what `as_mut` gives, and only
+            // those are advanced over.
             let buffer = unsafe { target.as_mut() };
             let received = self.stream.try_io(Interest::READABLE, || {
                 receive(self.stream.as_raw_fd(), buffer)
@@ -99,7 +100,8 @@ fn receive(socket: RawFd, buffer: &mut [MaybeUninit<u8>]) -> io::Result<(usize, 
     message.msg_iovlen = 1;
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = size_of::<Control>();
-    // SAFETY: the message points to one buffer and one control area, with their true lengths, alive across the call.
+    // SAFETY: the message points to one buffer and one control area, with their true lengths, alive
+    // across the call.
     let length = unsafe { libc::recvmsg(socket, &raw mut message, libc::MSG_CMSG_CLOEXEC) };
     let length = usize::try_from(length).map_err(|_| io::Error::last_os_error())?;
     let mut descriptors = Vec::new();
@@ -111,7 +113,8 @@ fn receive(socket: RawFd, buffer: &mut [MaybeUninit<u8>]) -> io::Result<(usize, 
                 let bytes = found.cmsg_len - libc::CMSG_LEN(0) as usize;
                 let data: *const RawFd = libc::CMSG_DATA(header).cast();
                 for index in 0..bytes / size_of::<RawFd>() {
-                    // Each number is a descriptor that the kernel just made for us; nobody else knows it.
+                    // Each number is a descriptor that the kernel just made for us; nobody else
+                    // knows it.
                     descriptors.push(OwnedFd::from_raw_fd(data.add(index).read_unaligned()));
                 }
             }

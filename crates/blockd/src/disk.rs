@@ -1,15 +1,17 @@
 //! A writable disk: a log-structured upper over a stack of sealed layers.
 //!
-//! Locks, in the order they are taken: `gate` (writers share it, a seal has it alone), the upper's own commit lock, `view`. `view` is never held across I/O, so
-//! reads wait for nobody: what they found stays readable, because data files only grow and outlive their renaming.
+//! Locks, in the order they are taken: `gate` (writers share it, a seal has it alone), the upper's
+//! own commit lock, `view`. `view` is never held across I/O, so reads wait for nobody: what they
+//! found stays readable, because data files only grow and outlive their renaming.
 
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
-use crate::backend::Files;
+use crate::backend::{Files, Lock};
 use crate::error::{Code, Context, Error, Result};
 use crate::format::SECTOR;
 use crate::index::{ExtentMap, Place, split};
@@ -49,6 +51,8 @@ pub struct Disk {
     gate: RwLock<()>,
     view: RwLock<View>,
     flushed: Mutex<Flushed>,
+    /// On the upper's directory; None once closed.
+    lock: Mutex<Option<Lock>>,
     /// Why the disk answers nothing but errors.
     failed: OnceLock<String>,
 }
@@ -57,6 +61,12 @@ impl Disk {
     /// `size` 0 inherits that of the upper, else of the layers.
     pub fn open(store: &LayerStore, below: Stack, upper: &Path, size: u64) -> Result<Self> {
         let files = store.files().clone();
+        let lock = files.lock_dir(upper).map_err(|error| match error.kind() {
+            ErrorKind::WouldBlock => {
+                Error::conflict(format!("upper {} is in use", upper.display()))
+            }
+            _ => Error::io(format!("lock upper {}", upper.display()), &error),
+        })?;
         let parent = below.layers().last().and_then(|layer| layer.uuid);
         let (upper, map) = Upper::open(&*files, upper, size, below.virtual_size(), parent)?;
         Ok(Self {
@@ -69,8 +79,16 @@ impl Disk {
                 map,
             }),
             flushed: Mutex::new(Flushed::default()),
+            lock: Mutex::new(Some(lock)),
             failed: OnceLock::new(),
         })
+    }
+
+    /// Waits for writes under way; from then on the disk answers only errors, and its upper is free for others.
+    pub fn close(&self) {
+        let _alone = self.gate.write();
+        let _ = self.failed.set("it was closed".into());
+        *self.lock.lock() = None;
     }
 
     pub const fn size(&self) -> u64 {
@@ -128,7 +146,8 @@ impl Disk {
         Gate(self.gate.read())
     }
 
-    /// Writes whole sectors at byte `offset`. On success data and index entry have been handed to the kernel; after a failure the range holds what it did.
+    /// Writes whole sectors at byte `offset`. On success data and index entry have been handed to
+    /// the kernel; after a failure the range holds what it did.
     pub fn write(&self, _gate: &Gate<'_>, offset: u64, data: &[u8]) -> Result<()> {
         let sectors = self.sectors(offset, data.len() as u64)?;
         if sectors.is_empty() {
@@ -160,7 +179,8 @@ impl Disk {
             .context(|| "write upper's index".into())
     }
 
-    /// Everything acknowledged before the call is on stable storage: upper and all layers below. A failure is final, since the kernel may have dropped what it could not write.
+    /// Everything acknowledged before the call is on stable storage: upper and all layers below. A
+    /// failure is final, since the kernel may have dropped what it could not write.
     pub fn flush(&self) -> Result<()> {
         let mut flushed = self.flushed.lock();
         self.alive()?;
@@ -196,10 +216,12 @@ impl Disk {
         Ok(())
     }
 
-    /// Seals the upper as `layer` and goes on with an empty one on top of it. Repeating it for the layer on top answers the same if nothing was written since. Writes wait; reads do not.
+    /// Seals the upper as `layer` and goes on with an empty one on top of it. Repeating it for the
+    /// layer on top answers the same if nothing was written since. Writes wait; reads do not.
     ///
     /// # Errors
-    /// `terminal`: the disk has failed and answers only errors. Anything else: it goes on as it was.
+    /// `terminal`: the disk has failed and answers only errors. Anything else: it goes on as it
+    /// was.
     pub fn seal(&self, store: &LayerStore, layer: &Path) -> Result<Sealed> {
         let _alone = self.gate.write();
         self.alive()?;

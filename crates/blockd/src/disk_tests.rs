@@ -260,7 +260,8 @@ fn a_crash_during_a_seal_leaves_the_old_upper_or_the_new_one() {
         bench.files.fail_at(step);
         let sealed = bench.seal();
         let failed = bench.files.has_failed();
-        // From here on only the files count: the process is gone, whatever it would still have tidied up.
+        // From here on only the files count: the process is gone, whatever it would still have
+        // tidied up.
         bench.files.fail_at(0);
         bench.layers = if bench.files.names().contains(&"/layer0".into()) {
             vec!["/layer0".into()]
@@ -436,7 +437,8 @@ fn reads_are_exact_while_others_write_and_seal() {
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
                     bench.disk.read(0, &mut content).unwrap();
                     assert!(content[half..] == still[..]);
-                    // Writers write one value a block: a block is never torn between two of them by a seal.
+                    // Writers write one value a block: a block is never torn between two of them by
+                    // a seal.
                     assert!(
                         content[..half]
                             .chunks(512)

@@ -1,4 +1,5 @@
-//! The files that images are exported as: one flat table of unguessable names and inode numbers that are never used twice.
+//! The files that images are exported as: one flat table of unguessable names and inode numbers
+//! that are never used twice.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -35,7 +36,8 @@ impl Node {
         }
     }
 
-    /// Permission bits. Memory is opened read-write by VMMs that only ever map it privately; every write to it is refused.
+    /// Permission bits. Memory is opened read-write by VMMs that only ever map it privately; every
+    /// write to it is refused.
     pub const fn mode(&self) -> u16 {
         match self.content {
             Content::Disk(_) | Content::FrozenDisk(_) => 0o600,

@@ -1,4 +1,5 @@
-//! Layout of LSMT files: header and trailer blocks, index entries, the watermark. Arithmetic only, no I/O.
+//! Layout of LSMT files: header and trailer blocks, index entries, the watermark. Arithmetic only,
+//! no I/O.
 //!
 //! Source: docs/formats/lsmt.md.
 
@@ -109,7 +110,8 @@ impl Header {
         block
     }
 
-    /// None when the magics or flags are not those of this format. Offsets and sizes are not judged here.
+    /// None when the magics or flags are not those of this format. Offsets and sizes are not judged
+    /// here.
     pub fn decode(block: &[u8; BLOCK as usize]) -> Option<Self> {
         if block[0..8] != MAGIC0 || block[8..24] != MAGIC1 {
             return None;
@@ -126,7 +128,8 @@ impl Header {
     }
 }
 
-/// One index entry in its 16-byte form, which is also the form of indices in memory. Its length is 1 to [`MAX_RUN`] sectors.
+/// One index entry in its 16-byte form, which is also the form of indices in memory. Its length is
+/// 1 to [`MAX_RUN`] sectors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
     low: u64,
@@ -145,7 +148,8 @@ impl Entry {
         high: 0,
     };
 
-    /// `length` sectors from `sector` on lie at `physical`. Fields out of range are cut to their bits.
+    /// `length` sectors from `sector` on lie at `physical`. Fields out of range are cut to their
+    /// bits.
     pub const fn data(sector: u64, length: u64, physical: u64) -> Self {
         Self {
             low: (sector & (MAX_SECTOR - 1)) | ((length & MAX_RUN) << LENGTH_SHIFT),
@@ -209,7 +213,8 @@ impl Entry {
         }
     }
 
-    /// The part from logical sector `start` to `end`, which must lie within the entry and not be empty.
+    /// The part from logical sector `start` to `end`, which must lie within the entry and not be
+    /// empty.
     pub const fn slice(self, start: u64, end: u64) -> Self {
         debug_assert!(self.sector() <= start && start < end && end <= self.end());
         let skip = if self.is_zeroed() {

@@ -44,7 +44,8 @@ impl Frozen {
         self.stack.get()
     }
 
-    /// Runs `read` with the stack: now if there is one, else from [`Self::complete`] or [`Self::close`].
+    /// Runs `read` with the stack: now if there is one, else from [`Self::complete`] or
+    /// [`Self::close`].
     pub fn read(&self, read: impl FnOnce(Result<&Stack>) + Send + 'static) {
         if let Some(stack) = self.stack() {
             return read(Ok(stack));
@@ -61,7 +62,8 @@ impl Frozen {
         }
     }
 
-    /// Gives a pending image its stack. Returns the work of answering the reads that waited, to be done in any order on any thread.
+    /// Gives a pending image its stack. Returns the work of answering the reads that waited, to be
+    /// done in any order on any thread.
     ///
     /// # Errors
     /// `conflict` when it has another stack already.

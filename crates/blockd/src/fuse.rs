@@ -1,4 +1,5 @@
-//! The FUSE file system: turns the kernel's requests into calls on images. Never blocks on a lock held across I/O; flushes and waits go to the pool.
+//! The FUSE file system: turns the kernel's requests into calls on images. Never blocks on a lock
+//! held across I/O; flushes and waits go to the pool.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -41,7 +42,8 @@ impl FileSystem {
         Self { exports, pool }
     }
 
-    /// Does `work` with the right to write: at once if it can be had, else in the pool, with `prepare`d copies of what it needs.
+    /// Does `work` with the right to write: at once if it can be had, else in the pool, with
+    /// `prepare`d copies of what it needs.
     fn change<T: Send + 'static>(
         &self,
         disk: &Arc<Disk>,
@@ -230,7 +232,8 @@ impl Filesystem for FileSystem {
         let content = self.exports.by_inode(inode.0).map(|node| node.content);
         let disk = match content {
             None => return reply.error(Errno::ESTALE),
-            // Free page reporting: the VMM punches its memory file before it drops its own page. It must go on, and the image stay as it is.
+            // Free page reporting: the VMM punches its memory file before it drops its own page. It
+            // must go on, and the image stay as it is.
             Some(Content::Memory(_)) if mode == PUNCH_HOLE => return reply.ok(),
             Some(Content::Memory(_) | Content::FrozenDisk(_)) => return reply.error(Errno::EROFS),
             Some(Content::Disk(disk)) => disk,

@@ -225,7 +225,8 @@ impl Images {
         }
     }
 
-    /// Closes an image; with `discard` its upper's files are removed, else they are flushed first. It is closed even when that fails.
+    /// Closes an image; with `discard` its upper's files are removed, else they are flushed first.
+    /// It is closed even when that fails.
     pub fn close(&self, id: &str, discard: bool) -> Result<()> {
         let _claim = self.claim(id);
         let image = self.find(id)?;
@@ -234,8 +235,11 @@ impl Images {
             _ => Ok(()),
         };
         self.table.lock().open.remove(id);
-        if let (Content::Memory(memory), 1) = (&image.content, Arc::strong_count(&image.export)) {
-            memory.close();
+        match &image.content {
+            Content::Disk(disk) => disk.close(),
+            // The other ids that share it still use it.
+            Content::Memory(_) if Arc::strong_count(&image.export) > 1 => {}
+            Content::FrozenDisk(frozen) | Content::Memory(frozen) => frozen.close(),
         }
         let removed = match &image.request.upper {
             Some(upper) if discard => Upper::remove(&**self.store.files(), upper),
@@ -278,7 +282,8 @@ impl Images {
         }
     }
 
-    /// An open memory image that equals `stack`. Two that are opened at the same instant may miss each other, and then share nothing.
+    /// An open memory image that equals `stack`. Two that are opened at the same instant may miss
+    /// each other, and then share nothing.
     fn find_memory(&self, stack: &Stack, size: u64) -> Option<(Content, Arc<Export>)> {
         let table = self.table.lock();
         let equal = table.open.values().find(|image| match &image.content {

@@ -3,9 +3,9 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde::Deserialize;
@@ -20,19 +20,23 @@ use crate::writer::Written;
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiffRequest {
-    pub diff: PathBuf,
+    pub diff: Option<PathBuf>,
     pub layer: PathBuf,
     size: u64,
 }
 
 /// The data extents of a sparse file as a layer.
-pub fn import_diff(files: Arc<dyn Files>, request: &DiffRequest) -> Result<(Written, Copied)> {
+pub fn import_diff(
+    files: Arc<dyn Files>,
+    request: DiffRequest,
+    descriptors: Vec<OwnedFd>,
+) -> Result<(Written, Copied)> {
     check_memory_size(request.size)?;
-    let source = SparseFile::open(&request.diff)?;
+    let source = SparseFile::open(request.diff, descriptors)?;
     if source.length > request.size {
         return Err(Error::invalid(format!(
             "{}: longer than the memory",
-            request.diff.display()
+            source.path.display()
         )));
     }
     make_layer(files, &request.layer, request.size, &source, ZeroPages::Map)
@@ -47,10 +51,25 @@ pub struct SparseFile {
 }
 
 impl SparseFile {
-    pub fn open(path: &Path) -> Result<Self> {
-        let what = || format!("open {}", path.display());
-        let file = File::open(path).context(what)?;
-        let metadata = file.metadata().context(what)?;
+    /// The file at `path`, or else the one that came as the only descriptor: its opener may read
+    /// what blockd may not.
+    pub fn open(path: Option<PathBuf>, descriptors: Vec<OwnedFd>) -> Result<Self> {
+        let passed = <[OwnedFd; 1]>::try_from(descriptors).ok();
+        let (path, file) = match (path, passed) {
+            (Some(path), None) => {
+                let file = File::open(&path).context(|| format!("open {}", path.display()))?;
+                (path, file)
+            }
+            (None, Some([descriptor])) => ("the file passed".into(), File::from(descriptor)),
+            _ => {
+                return Err(Error::invalid(
+                    "a file to read comes as a path or as one descriptor",
+                ));
+            }
+        };
+        let metadata = file
+            .metadata()
+            .context(|| format!("open {}", path.display()))?;
         if !metadata.is_file() {
             return Err(Error::invalid(format!(
                 "{}: not a regular file",
@@ -59,14 +78,16 @@ impl SparseFile {
         }
         Ok(Self {
             file,
-            path: path.to_owned(),
+            path,
             length: metadata.len(),
         })
     }
 
-    /// The next data (`SEEK_DATA`) or hole (`SEEK_HOLE`) from `offset` on; the end of the file if there is none.
+    /// The next data (`SEEK_DATA`) or hole (`SEEK_HOLE`) from `offset` on; the end of the file if
+    /// there is none.
     fn seek(&self, offset: u64, whence: i32) -> Result<u64> {
-        // SAFETY: a call on a descriptor we own; no memory is passed. No one relies on the file's position.
+        // SAFETY: a call on a descriptor we own; no memory is passed. No one relies on the file's
+        // position.
         let found = unsafe { libc::lseek(self.file.as_raw_fd(), offset.cast_signed(), whence) };
         if let Ok(found) = u64::try_from(found) {
             return Ok(found);
@@ -123,18 +144,23 @@ impl Source for SparseFile {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RawRequest {
-    pub raw: PathBuf,
+    pub raw: Option<PathBuf>,
     pub layer: PathBuf,
 }
 
-/// A raw image as a base layer, and its virtual size: that of the file, rounded up to whole sectors.
-pub fn import_raw(files: Arc<dyn Files>, request: &RawRequest) -> Result<(Written, u64)> {
-    let source = SparseFile::open(&request.raw)?;
+/// A raw image as a base layer, and its virtual size: that of the file, rounded up to whole
+/// sectors.
+pub fn import_raw(
+    files: Arc<dyn Files>,
+    request: RawRequest,
+    descriptors: Vec<OwnedFd>,
+) -> Result<(Written, u64)> {
+    let source = SparseFile::open(request.raw, descriptors)?;
     let size = source.length.next_multiple_of(SECTOR);
     if size == 0 || size > MAX_VIRTUAL_SIZE {
         return Err(Error::invalid(format!(
             "{}: empty, or too large for an image",
-            request.raw.display()
+            source.path.display()
         )));
     }
     let (written, _) = make_layer(files, &request.layer, size, &source, ZeroPages::Omit)?;

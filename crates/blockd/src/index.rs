@@ -44,7 +44,8 @@ pub fn overlay(below: &[Entry], top: &[Entry]) -> Vec<Entry> {
     out
 }
 
-/// One index for a stack, bottom to top, each entry tagged with the number of its layer. Time is n log(layers).
+/// One index for a stack, bottom to top, each entry tagged with the number of its layer. Time is n
+/// log(layers).
 pub fn compose(layers: &[&[Entry]]) -> Vec<Entry> {
     fn part(layers: &[&[Entry]], first: usize) -> Vec<Entry> {
         match layers {

@@ -1,4 +1,5 @@
-//! Sealed layers: opening them (their bytes are hostile input), sharing them between stacks, and making them durable.
+//! Sealed layers: opening them (their bytes are hostile input), sharing them between stacks, and
+//! making them durable.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -33,7 +34,8 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// A layer just sealed by this process: everything about it is known, nothing of it is durable yet.
+    /// A layer just sealed by this process: everything about it is known, nothing of it is durable
+    /// yet.
     pub fn sealed(
         path: PathBuf,
         blob: Arc<dyn Blob>,
@@ -206,7 +208,8 @@ impl LayerStore {
         if let Some(layer) = self.known(path, identity) {
             return Ok(layer);
         }
-        // Not under the lock: a large index takes time. Of two that race here the second opens a copy that is equal.
+        // Not under the lock: a large index takes time. Of two that race here the second opens a
+        // copy that is equal.
         let layer = Arc::new(Layer::open(&*self.files, path)?);
         self.remember(identity, &layer);
         Ok(layer)

@@ -28,7 +28,8 @@ impl Log for Logger {
             record.level(),
             record.args()
         );
-        // One write a line, so that lines of different threads do not mix. There is nowhere to say that it failed.
+        // One write a line, so that lines of different threads do not mix. There is nowhere to say
+        // that it failed.
         let _ = (&self.0).write_all(line.as_bytes());
     }
 

@@ -41,6 +41,7 @@ mod uuid;
 mod writer;
 
 use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -52,11 +53,18 @@ use crate::error::{Context, Error, Result};
 use crate::exports::Exports;
 use crate::images::Images;
 use crate::layer::LayerStore;
+use crate::mount::Mount;
 use crate::pool::Pool;
 
 const USAGE: &str = "usage: blockd --socket PATH --mount DIR --uid N [--log PATH]";
 /// For flushes and for what waits on a seal.
 const POOL_THREADS: usize = 8;
+
+/// Exit statuses, as in sysexits.h.
+const EXIT_USAGE: u8 = 64;
+/// The host lacks FUSE, or the right to mount.
+const EXIT_UNAVAILABLE: u8 = 69;
+const EXIT_FAILURE: u8 = 1;
 
 struct Arguments {
     socket: PathBuf,
@@ -66,19 +74,20 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    let done = parse(std::env::args().skip(1))
-        .ok_or_else(|| Error::invalid(USAGE))
-        .and_then(|arguments| run(&arguments));
-    match done {
+    let Some(arguments) = parse(std::env::args().skip(1)) else {
+        eprintln!("{USAGE}");
+        return ExitCode::from(EXIT_USAGE);
+    };
+    match run(&arguments) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
+        Err((status, error)) => {
             let hint = if error.hint.is_empty() {
                 String::new()
             } else {
                 format!(" ({})", error.hint)
             };
             eprintln!("blockd: {error}{hint}");
-            ExitCode::FAILURE
+            ExitCode::from(status)
         }
     }
 }
@@ -103,12 +112,19 @@ fn parse(mut words: impl Iterator<Item = String>) -> Option<Arguments> {
     })
 }
 
-fn run(arguments: &Arguments) -> Result<()> {
-    logger::start(arguments.log.as_deref())?;
+fn run(arguments: &Arguments) -> std::result::Result<(), (u8, Error)> {
+    let failure = |error| (EXIT_FAILURE, error);
+    logger::start(arguments.log.as_deref()).map_err(failure)?;
     process::hold_signals();
     process::raise_descriptor_limit();
-    refuse_second(&arguments.socket)?;
-    let (mount, device) = mount::mount(&arguments.mount)?;
+    refuse_second(&arguments.socket).map_err(failure)?;
+    let (mount, device) =
+        mount::mount(&arguments.mount).map_err(|error| (EXIT_UNAVAILABLE, error))?;
+    serve(arguments, mount, device).map_err(failure)
+}
+
+/// From the mount to the end of the daemon.
+fn serve(arguments: &Arguments, mount: Mount, device: OwnedFd) -> Result<()> {
     let listener = bind(&arguments.socket)?;
     process::drop_privileges(arguments.uid).context(|| format!("become uid {}", arguments.uid))?;
 
@@ -140,7 +156,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     process::wait_for_end();
     log::info!("ending");
     api.images.close_all();
-    // The socket's directory is not ours to write in; a socket nobody listens on is removed by the next start.
+    // The socket's directory is not ours to write in; a socket nobody listens on is removed by the
+    // next start.
     let _ = std::fs::remove_file(&arguments.socket);
     drop(mount);
     drop(session);
@@ -149,7 +166,7 @@ fn run(arguments: &Arguments) -> Result<()> {
 }
 
 fn start_session(
-    device: std::os::fd::OwnedFd,
+    device: OwnedFd,
     exports: Arc<Exports>,
     pool: Arc<Pool>,
 ) -> std::io::Result<fuser::BackgroundSession> {

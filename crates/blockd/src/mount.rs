@@ -1,6 +1,7 @@
 //! Mounting and unmounting, which need privileges that the daemon gives up in between.
 //!
-//! A small process forked before that keeps them for one thing: when the daemon has ended, however it ended, it unmounts what the daemon mounted.
+//! A small process forked before that keeps them for one thing: when the daemon has ended, however
+//! it ended, it unmounts what the daemon mounted.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -24,7 +25,8 @@ pub struct Mount {
     unmounter: libc::pid_t,
 }
 
-/// Mounts on `directory` (made if absent), after unmounting what dead daemons left there. Returns the FUSE device too.
+/// Mounts on `directory` (made if absent), after unmounting what dead daemons left there. Returns
+/// the FUSE device too.
 ///
 /// Must be called before the process has threads, since it forks.
 pub fn mount(directory: &Path) -> Result<(Mount, OwnedFd)> {
@@ -37,7 +39,8 @@ pub fn mount(directory: &Path) -> Result<(Mount, OwnedFd)> {
             )
         })
         .context(|| "make a pipe".into())?;
-    // SAFETY: no other thread exists; the child calls nothing but `unmount_at_end`, which never returns.
+    // SAFETY: no other thread exists; the child calls nothing but `unmount_at_end`, which never
+    // returns.
     let unmounter = match unsafe { libc::fork() } {
         -1 => return Err(Error::io("fork", &io::Error::last_os_error())),
         0 => unmount_at_end(reader, &directory),
@@ -212,9 +215,11 @@ fn unescape(text: &[u8]) -> Vec<u8> {
     plain
 }
 
-/// The whole life of the unmounting process: waits for the daemon's end, then unmounts what it mounted, if it did and nothing else is there since.
+/// The whole life of the unmounting process: waits for the daemon's end, then unmounts what it
+/// mounted, if it did and nothing else is there since.
 fn unmount_at_end(mut reader: File, directory: &Path) -> ! {
-    // SAFETY: plain calls on our own process. Descriptors are closed so that nobody waits for a pipe or socket because of us; of those numbers only `reader` is used again.
+    // SAFETY: plain calls on our own process. Descriptors are closed so that nobody waits for a
+    // pipe or socket because of us; of those numbers only `reader` is used again.
     unsafe {
         libc::setsid();
         libc::signal(libc::SIGTERM, libc::SIG_IGN);

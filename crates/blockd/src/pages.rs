@@ -1,4 +1,5 @@
-//! Copying what is in a source, page by page, into a layer: the common part of capturing memory and importing files.
+//! Copying what is in a source, page by page, into a layer: the common part of capturing memory and
+//! importing files.
 
 use std::ops::Range;
 use std::path::Path;
@@ -24,7 +25,8 @@ const PAGE_SECTORS: u64 = PAGE / SECTOR;
 pub trait Source: Sync {
     /// Where content may be: whole pages, disjoint.
     fn ranges(&self) -> Vec<Range<u64>>;
-    /// The parts of `window`, which lies in one of the ranges, that have content: sorted, whole pages.
+    /// The parts of `window`, which lies in one of the ranges, that have content: sorted, whole
+    /// pages.
     fn extents(&self, window: Range<u64>) -> Result<Vec<Range<u64>>>;
     /// Fills `buffer`, whole pages within one extent.
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
@@ -152,7 +154,8 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    /// Takes over `length` bytes just read behind the filled part, closing the gaps that zero pages leave.
+    /// Takes over `length` bytes just read behind the filled part, closing the gaps that zero pages
+    /// leave.
     fn keep(&mut self, offset: u64, length: usize) {
         let start = self.filled;
         for from in (start..start + length).step_by(PAGE as usize) {

@@ -28,7 +28,8 @@ impl Pool {
     }
 
     pub fn submit(&self, job: impl FnOnce() + Send + 'static) {
-        // Fails only when all threads have died of panics; the job's drop then answers its request with an error.
+        // Fails only when all threads have died of panics; the job's drop then answers its request
+        // with an error.
         let _ = self.queue.lock().send(Box::new(job));
     }
 }

@@ -5,7 +5,8 @@ use std::io;
 /// Signals that end the daemon in order.
 const ENDING: [libc::c_int; 2] = [libc::SIGTERM, libc::SIGINT];
 
-/// SIGHUP, as of a closed terminal, is ignored, and the ending signals wait for [`wait_for_end`]. To be called before there are threads, which inherit this.
+/// SIGHUP, as of a closed terminal, is ignored, and the ending signals wait for [`wait_for_end`].
+/// To be called before there are threads, which inherit this.
 pub fn hold_signals() {
     // SAFETY: plain calls with valid arguments.
     unsafe {

@@ -80,7 +80,8 @@ impl Stack {
             .unwrap_or(0)
     }
 
-    /// Fills `buffer` from byte `offset` on; both are multiples of the sector. After a failure the buffer's content is undefined.
+    /// Fills `buffer` from byte `offset` on; both are multiples of the sector. After a failure the
+    /// buffer's content is undefined.
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         debug_assert!(
             offset.is_multiple_of(SECTOR) && (buffer.len() as u64).is_multiple_of(SECTOR)

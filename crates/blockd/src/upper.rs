@@ -1,4 +1,5 @@
-//! The files of a log-structured upper: making, recovering, appending, marking, sealing. Knows nothing of reads or of what lies below.
+//! The files of a log-structured upper: making, recovering, appending, marking, sealing. Knows
+//! nothing of reads or of what lies below.
 //!
 //! Both files only grow. Source: docs/formats/lsmt.md, "Upper".
 
@@ -19,7 +20,8 @@ use crate::uuid::Uuid;
 
 /// Data is written out in pieces of this many bytes …
 const WRITE_OUT: u64 = 8 << 20;
-/// … and this many pieces may be on their way before writers wait for the oldest: what bounds the time of a flush.
+/// … and this many pieces may be on their way before writers wait for the oldest: what bounds the
+/// time of a flush.
 const IN_FLIGHT: u64 = 4;
 const INDEX_CHUNK: u64 = 1 << 20;
 
@@ -49,8 +51,10 @@ fn next_of(path: &Path) -> PathBuf {
 }
 
 impl Upper {
-    /// Opens the upper in `directory`, finishing a seal that was cut short, or makes a new one of `size` bytes when there is none or it was never flushed before the
-    /// host went down. `size` 0 is that of the upper, for a new one `inherited`. `parent` is the uuid of the layer right below.
+    /// Opens the upper in `directory`, finishing a seal that was cut short, or makes a new one of
+    /// `size` bytes when there is none or it was never flushed before the host went down. `size` 0
+    /// is that of the upper, for a new one `inherited`. `parent` is the uuid of the layer right
+    /// below.
     ///
     /// # Errors
     /// `conflict` when it belongs on another layer or has another size; `corrupt`.
@@ -240,7 +244,8 @@ impl Upper {
         *self.entries.lock()
     }
 
-    /// Appends whole sectors and returns the physical sector they are at. Calls may run in parallel. After a failure the space is lost, nothing else.
+    /// Appends whole sectors and returns the physical sector they are at. Calls may run in
+    /// parallel. After a failure the space is lost, nothing else.
     pub fn append(&self, data: &[u8]) -> std::io::Result<u64> {
         let length = data.len() as u64;
         let sector = self.next.fetch_add(length / SECTOR, Ordering::Relaxed);
@@ -248,7 +253,8 @@ impl Upper {
         Ok(sector)
     }
 
-    /// Keeps what is not on disk yet bounded; to be called after each append, with its place. After a failure the kernel may have dropped data.
+    /// Keeps what is not on disk yet bounded; to be called after each append, with its place. After
+    /// a failure the kernel may have dropped data.
     pub fn write_out(&self, sector: u64, length: u64) -> std::io::Result<()> {
         let start = sector * SECTOR;
         let piece = (start + length) / WRITE_OUT;
@@ -263,7 +269,8 @@ impl Upper {
         Ok(())
     }
 
-    /// Hands `entries` to the kernel, then calls `publish`, both before any other commit: the order of the index file is that of publishing. After a failure nothing is committed.
+    /// Hands `entries` to the kernel, then calls `publish`, both before any other commit: the order
+    /// of the index file is that of publishing. After a failure nothing is committed.
     pub fn commit(
         &self,
         entries: impl Iterator<Item = Entry>,
@@ -310,10 +317,12 @@ impl Upper {
         self.index.write_at(&mark.encode(), Watermark::OFFSET)
     }
 
-    /// Seals the data file in place with `index`, renames it to `layer` and makes an empty upper in its stead. No write may run meanwhile.
+    /// Seals the data file in place with `index`, renames it to `layer` and makes an empty upper in
+    /// its stead. No write may run meanwhile.
     ///
     /// # Errors
-    /// [`SealError::Undone`]: nothing has changed. [`SealError::Terminal`]: the file is at `layer`, but the new upper is not in place.
+    /// [`SealError::Undone`]: nothing has changed. [`SealError::Terminal`]: the file is at `layer`,
+    /// but the new upper is not in place.
     pub fn seal(
         &self,
         files: &dyn Files,
@@ -395,7 +404,9 @@ pub enum SealError {
 
 /// Finishes or forgets a seal that a crash cut short.
 ///
-/// The new files are made data first and put in place data first. So with `upper.data` gone, both are to be put in place; an index of its own uuid's data file is to follow it; anything else is from a seal that did not happen.
+/// The new files are made data first and put in place data first. So with `upper.data` gone, both
+/// are to be put in place; an index of its own uuid's data file is to follow it; anything else is
+/// from a seal that did not happen.
 fn finish_seal(files: &dyn Files, directory: &Path) -> Result<()> {
     let what = || format!("finish the seal of upper {}", directory.display());
     let [data, index] = [data_path(directory), index_path(directory)];
@@ -430,8 +441,8 @@ fn open_existing(files: &dyn Files, path: &Path) -> std::io::Result<Option<Arc<d
     }
 }
 
-/// The header block; None when the file is too short or there is nothing where the structure should be, as a power failure
-/// can leave a file that was never synced.
+/// The header block; None when the file is too short or there is nothing where the structure should
+/// be, as a power failure can leave a file that was never synced.
 fn first_block(blob: &(dyn Blob + 'static)) -> std::io::Result<Option<[u8; BLOCK as usize]>> {
     let mut block = [0; BLOCK as usize];
     if blob.len()? < BLOCK {
@@ -444,7 +455,8 @@ fn first_block(blob: &(dyn Blob + 'static)) -> std::io::Result<Option<[u8; BLOCK
         .then_some(block))
 }
 
-/// The map that `entries` entries make, and the first free physical sector. None when one lies outside the image or the data file.
+/// The map that `entries` entries make, and the first free physical sector. None when one lies
+/// outside the image or the data file.
 fn replay(
     index: &dyn Blob,
     entries: u64,

@@ -14,7 +14,8 @@ impl Uuid {
         Self(bytes)
     }
 
-    /// The 36-character form. None for anything else and for the nil uuid, which says "none" in layers of other tools.
+    /// The 36-character form. None for anything else and for the nil uuid, which says "none" in
+    /// layers of other tools.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let text = std::str::from_utf8(text).ok()?;
         let hyphens = [8, 13, 18, 23];
@@ -63,7 +64,8 @@ pub fn random_name() -> String {
 
 fn random_bytes() -> [u8; 16] {
     let mut bytes = [0; 16];
-    // SAFETY: the pointer and length are those of `bytes`. Up to 256 bytes come whole, once the kernel's pool is seeded.
+    // SAFETY: the pointer and length are those of `bytes`. Up to 256 bytes come whole, once the
+    // kernel's pool is seeded.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
     assert_eq!(got, 16, "getrandom(2) always gives 16 bytes");
     bytes

@@ -14,7 +14,8 @@ use crate::format::{
 use crate::index::push_joined;
 use crate::uuid::{Uuid, random_name};
 
-/// A layer in the making, under another name until it is whole. Dropping it before [`Self::finish`] leaves nothing behind.
+/// A layer in the making, under another name until it is whole. Dropping it before [`Self::finish`]
+/// leaves nothing behind.
 pub struct LayerWriter {
     files: Arc<dyn Files>,
     blob: Arc<dyn Blob>,
@@ -59,7 +60,8 @@ impl LayerWriter {
         Ok(writer)
     }
 
-    /// Stores `data`, whole sectors. Its `entries` give physical sectors relative to the start of `data`; ranges of different calls must not overlap.
+    /// Stores `data`, whole sectors. Its `entries` give physical sectors relative to the start of
+    /// `data`; ranges of different calls must not overlap.
     pub fn append(&self, data: &[u8], entries: &[Entry]) -> Result<()> {
         let base = self
             .next

@@ -1,12 +1,15 @@
 """blockd's API (docs/protocols/blockd.md) as typed calls.
 
-Each call is one request on a connection of its own. A call that is cancelled or times out goes on in blockd; repeating it is safe.
+Each call is one request on a connection of its own. A call that is cancelled or times out goes on in blockd;
+repeating it is safe.
 """
 
 import asyncio
 import json
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -98,7 +101,9 @@ class LayerFacts:
 
 
 class BlockdClient:
-    """All calls raise OperationFailed when blockd cannot be reached, does not answer in time or refuses the request as malformed, and what their docstrings add."""
+    """All calls raise OperationFailed when blockd cannot be reached, does not answer in time or refuses the
+    request as malformed, and what their docstrings add.
+    """
 
     def __init__(self, socket_path: Path, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._socket_path = socket_path
@@ -111,8 +116,8 @@ class BlockdClient:
     ) -> Image:
         """Export a disk for `uid`. `upper` is an existing directory that blockd may write to; `size` 0 inherits.
 
-        Raises: CorruptData, StorageFull; NotFound (a layer); Conflict: the id is open with another request, the upper belongs on another layer or has
-        another size. The image is not open then.
+        Raises: CorruptData, StorageFull; NotFound (a layer); Conflict: the id is open with another request,
+        the upper belongs on another layer or has another size. The image is not open then.
         """
         body = {
             "kind": "disk",
@@ -124,7 +129,8 @@ class BlockdClient:
         return _image(await self._call("PUT", _image_path(image_id), body))
 
     async def open_memory(self, image_id: str, *, layers: Sequence[Path], uid: int, size: int = 0) -> Image:
-        """Export memory, readable by all who know its path, to be mapped privately. Equal layers share cached pages.
+        """Export memory, readable by all who know its path, to be mapped privately. Equal layers share cached
+        pages.
 
         Raises: CorruptData; NotFound (a layer); Conflict. The image is not open then.
         """
@@ -137,19 +143,26 @@ class BlockdClient:
         return _image(await self._call("PUT", _image_path(image_id), body))
 
     async def complete(self, image_id: str, layers: Sequence[Path]) -> Image:
-        """Give pending memory its layers. Raises: NotFound, CorruptData (it stays pending), Conflict (it has others)."""
+        """Give pending memory its layers.
+
+        Raises: NotFound, CorruptData (it stays pending), Conflict (it has others).
+        """
         return _image(await self._call("POST", _image_path(image_id, "complete"), {"layers": _texts(layers)}))
 
     async def snapshot(self, image_id: str, layer: Path) -> SealedDisk:
         """Seal the disk's upper as `layer` and go on above it. Not durable before `sync_layers` or a flush.
 
-        Raises: SandboxLost: the disk cannot go on. Anything else (StorageFull, Conflict when `layer` exists, NotFound …): it goes on as it was.
+        Raises: SandboxLost: the disk cannot go on. Anything else (StorageFull, Conflict when `layer` exists,
+        NotFound …): it goes on as it was.
         """
         answer = await self._call("POST", _image_path(image_id, "snapshot"), {"layer": str(layer)})
         return SealedDisk(Path(answer["path"]), answer["size_bytes"], answer["live_bytes"], answer["uuid"])
 
     async def flush(self, image_id: str) -> None:
-        """Everything written so far, layers included, is on stable storage. Raises: NotFound; SandboxLost and OperationFailed are final."""
+        """Everything written so far, layers included, is on stable storage.
+
+        Raises: NotFound; SandboxLost and OperationFailed are final.
+        """
         await self._call("POST", _image_path(image_id, "flush"))
 
     async def image(self, image_id: str) -> Image:
@@ -161,7 +174,10 @@ class BlockdClient:
         return [_image(answer) for answer in await self._call("GET", "/images")]
 
     async def close(self, image_id: str, *, discard: bool = False) -> None:
-        """Flush and close; with `discard` remove the upper's files instead. An unknown id is fine. It is closed even when this raises."""
+        """Flush and close; with `discard` remove the upper's files instead.
+
+        An unknown id is fine. It is closed even when this raises.
+        """
         try:
             await self._call("DELETE", _image_path(image_id) + ("?discard=1" if discard else ""))
         except NotFound:
@@ -172,7 +188,8 @@ class BlockdClient:
     async def capture_memory(
         self, layer: Path, *, size: int, ranges: Sequence[MemoryRange], mem_fd: int, pagemap_fd: int
     ) -> MemoryLayer:
-        """Write the private pages of a stopped process as a layer. The descriptors, of its /proc/PID/mem and pagemap, stay the caller's.
+        """Write the private pages of a stopped process as a layer. The descriptors, of its /proc/PID/mem and
+        pagemap, stay the caller's.
 
         Raises: StorageFull, Conflict when `layer` exists. No file is left then.
         """
@@ -187,14 +204,19 @@ class BlockdClient:
         return _memory_layer(await self._call("POST", "/memory/capture", body, fds=(mem_fd, pagemap_fd)))
 
     async def import_memory(self, diff: Path, layer: Path, *, size: int) -> MemoryLayer:
-        """Write the data extents of a sparse file as a layer. Raises: as `capture_memory`; NotFound (`diff`)."""
-        return _memory_layer(
-            await self._call("POST", "/memory/import", {"diff": str(diff), "layer": str(layer), "size": size})
-        )
+        """Write the data extents of a sparse file, which this process can read, as a layer.
+
+        Raises: as `capture_memory`; NotFound (`diff`).
+        """
+        with _opened(diff) as descriptor:
+            return _memory_layer(
+                await self._call("POST", "/memory/import", {"layer": str(layer), "size": size}, fds=(descriptor,))
+            )
 
     async def import_raw(self, raw: Path, layer: Path) -> BaseLayer:
-        """Write a raw disk image as a base layer. blockd must be able to read `raw`. Raises: as `import_memory`."""
-        answer = await self._call("POST", "/layers/import", {"raw": str(raw), "layer": str(layer)})
+        """Write a raw disk image, which this process can read, as a base layer. Raises: as `import_memory`."""
+        with _opened(raw) as descriptor:
+            answer = await self._call("POST", "/layers/import", {"layer": str(layer)}, fds=(descriptor,))
         return BaseLayer(Path(answer["path"]), answer["size_bytes"], answer["virtual_size"], answer["uuid"])
 
     async def sync_layers(self, layers: Sequence[Path]) -> None:
@@ -226,7 +248,9 @@ class BlockdClient:
 
     async def _exchange(self, method: str, target: str, body: object, fds: Sequence[int]) -> bytes:
         content = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {target} HTTP/1.1\r\nHost: blockd\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = (
+            f"{method} {target} HTTP/1.1\r\nHost: blockd\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
         try:
             async with asyncio.timeout(self._timeout_s):
                 status, answer = await self._send(head.encode() + content, fds)
@@ -254,6 +278,21 @@ class BlockdClient:
                 if len(answer) > _MAX_ANSWER:
                     raise ValueError("answer too long")
         return _parse_answer(bytes(answer))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor to pass on: blockd, unprivileged, may not be able to open the file itself."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise NotFound(f"{path} does not exist") from error
+    except OSError as error:
+        raise OperationFailed(f"open {path}: {error.strerror}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _parse_answer(answer: bytes) -> tuple[int, bytes]:

@@ -1,4 +1,5 @@
-//! Layers written by another implementation, and what they hold. The files are in tests/golden of the repository; AENV_GOLDEN names a directory with more of them.
+//! Layers written by another implementation, and what they hold. The files are in tests/golden of
+//! the repository; AENV_GOLDEN names a directory with more of them.
 
 use std::path::PathBuf;
 

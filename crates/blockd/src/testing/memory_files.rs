@@ -1,6 +1,8 @@
-//! Files in memory: any changing operation can be made to fail, half done, and the host can lose power.
+//! Files in memory: any changing operation can be made to fail, half done, and the host can lose
+//! power.
 //!
-//! Names are as durable as on a journalling file system that orders them: a rename that happened is not undone.
+//! Names are as durable as on a journalling file system that orders them: a rename that happened is
+//! not undone.
 
 use std::collections::HashMap;
 use std::io;
@@ -11,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::Random;
-use crate::backend::{Blob, Files, Identity, Mode};
+use crate::backend::{Blob, Files, Identity, Lock, Mode};
 
 const SECTOR: usize = 512;
 
@@ -190,6 +192,10 @@ impl Files for MemoryFiles {
         } else {
             Ok(())
         }
+    }
+
+    fn lock_dir(&self, _path: &Path) -> io::Result<Lock> {
+        Ok(Box::new(()))
     }
 
     fn boot_id(&self) -> [u8; 16] {

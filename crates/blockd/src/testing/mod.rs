@@ -1,4 +1,5 @@
-//! What the tests share: a seeded random source, files in memory that fail on demand, the golden images.
+//! What the tests share: a seeded random source, files in memory that fail on demand, the golden
+//! images.
 
 mod golden;
 mod memory_files;
