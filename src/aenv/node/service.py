@@ -9,7 +9,6 @@ from typing import Protocol
 from aenv.errors import AenvError
 from aenv.node.views import CreateRequest, NodeStats, SandboxView, SnapshotView
 
-
 # Named here: inside the class `list` is the method.
 ForkedChildren = list[SandboxView | AenvError]
 SnapshotList = list[SnapshotView]
