@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aenv.api.keys import api_key, matches
+from aenv.api.keys import load_api_key, matches
 from aenv.errors import CorruptData, InvalidRequest, OperationFailed
 from aenv.node.tokens import Tokens
 from aenv.settings import Settings
@@ -35,20 +35,20 @@ def test_the_seed_is_made_once(tmp_path: Path) -> None:
 
 
 def test_a_generated_key_has_the_form_old_sdks_insist_on(tmp_path: Path) -> None:
-    key = api_key(Settings(home=tmp_path))
+    key = load_api_key(Settings(home=tmp_path), tmp_path / "secrets")
     assert re.fullmatch(r"e2b_[0-9a-f]{40}", key)
-    assert api_key(Settings(home=tmp_path)) == key
+    assert load_api_key(Settings(home=tmp_path), tmp_path / "secrets") == key
 
 
 def test_the_setting_wins_over_the_file(tmp_path: Path) -> None:
-    assert api_key(Settings(home=tmp_path, api_key="k" * 32)) == "k" * 32
+    assert load_api_key(Settings(home=tmp_path, api_key="k" * 32), tmp_path / "secrets") == "k" * 32
     assert not (tmp_path / "secrets").exists()
 
 
 @pytest.mark.parametrize("key", ["short", "x" * 257, "k" * 31 + " ", "k" * 31 + "ä", "k" * 32 + "\n"])
 def test_a_malformed_setting_is_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(InvalidRequest, match="32 to 256"):
-        api_key(Settings(home=tmp_path, api_key=key))
+        load_api_key(Settings(home=tmp_path, api_key=key), tmp_path / "secrets")
 
 
 @pytest.mark.parametrize("content", [b"", b"short\n", b"\xff" * 40, b"k" * 5000, b"two\n" + b"k" * 40])
@@ -58,17 +58,17 @@ def test_a_malformed_file_is_refused_and_kept(tmp_path: Path, content: bytes) ->
     path.touch(mode=0o600)
     path.write_bytes(content)
     with pytest.raises(CorruptData, match="api-key"):
-        api_key(Settings(home=tmp_path))
+        load_api_key(Settings(home=tmp_path), tmp_path / "secrets")
     assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
 def test_a_file_others_can_touch_is_refused(tmp_path: Path, mode: int) -> None:
-    key = api_key(Settings(home=tmp_path))
+    key = load_api_key(Settings(home=tmp_path), tmp_path / "secrets")
     path = tmp_path / "secrets" / "api-key"
     path.chmod(mode)
     with pytest.raises(OperationFailed, match="chmod 600") as raised:
-        api_key(Settings(home=tmp_path))
+        load_api_key(Settings(home=tmp_path), tmp_path / "secrets")
     assert key not in str(raised.value)
 
 
@@ -80,11 +80,11 @@ def test_a_link_and_a_directory_are_refused(tmp_path: Path) -> None:
     elsewhere.write_text("k" * 40)
     path.symlink_to(elsewhere)
     with pytest.raises(OperationFailed):
-        api_key(Settings(home=tmp_path))
+        load_api_key(Settings(home=tmp_path), tmp_path / "secrets")
     path.unlink()
     path.mkdir()
     with pytest.raises(OperationFailed, match="regular"):
-        api_key(Settings(home=tmp_path))
+        load_api_key(Settings(home=tmp_path), tmp_path / "secrets")
 
 
 def test_a_fifo_does_not_block(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_fifo_does_not_block(tmp_path: Path) -> None:
     path.parent.mkdir()
     os.mkfifo(path, 0o600)
     with pytest.raises(OperationFailed, match="regular"):
-        api_key(Settings(home=tmp_path))
+        load_api_key(Settings(home=tmp_path), tmp_path / "secrets")
 
 
 def test_servers_that_start_at_once_agree(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_servers_that_start_at_once_agree(tmp_path: Path) -> None:
 
     def start() -> None:
         barrier.wait()
-        keys.append(api_key(Settings(home=tmp_path)))
+        keys.append(load_api_key(Settings(home=tmp_path), tmp_path / "secrets"))
 
     threads = [threading.Thread(target=start) for _ in range(8)]
     for thread in threads:

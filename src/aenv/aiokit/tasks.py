@@ -34,8 +34,18 @@ class TaskSet:
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         """Run `work` in the background. Raises: RuntimeError when the set is closed; nothing is started."""
-        task = self._start(work, name)
+        task = self.start(work, name=name)
         task.add_done_callback(self._report)
+        return task
+
+    def start(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """As `spawn`, for a task that somebody awaits: its exception is theirs to see."""
+        if self._closed:
+            work.close()
+            raise RuntimeError(f"task {name!r}: {self.name} is closed")
+        task = asyncio.create_task(work, name=f"{self.name}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     async def shielded(self, work: Coroutine[Any, Any, T], *, name: str) -> T:
@@ -43,7 +53,7 @@ class TaskSet:
 
         A cancelled caller gets its CancelledError at once; the work goes on, and its exception is logged.
         """
-        task = self._start(work, name)
+        task = self.start(work, name=name)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -58,15 +68,6 @@ class TaskSet:
             for task in running:
                 task.cancel()
             await asyncio.wait(running)
-
-    def _start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        if self._closed:
-            work.close()
-            raise RuntimeError(f"task {name!r}: {self.name} is closed")
-        task = asyncio.create_task(work, name=f"{self.name}: {name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _report(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled() or (error := task.exception()) is None:

@@ -3,6 +3,7 @@
 import hmac
 import re
 import secrets
+from pathlib import Path
 
 from aenv.errors import InvalidRequest
 from aenv.node.secret_file import managed_secret
@@ -11,8 +12,8 @@ from aenv.settings import Settings
 _KEY = re.compile(r"[A-Za-z0-9._~-]{32,256}")
 
 
-def api_key(settings: Settings) -> str:
-    """`settings.api_key`, else the content of <home>/secrets/api-key, made at first use.
+def load_api_key(settings: Settings, directory: Path) -> str:
+    """`settings.api_key`, else the content of `directory`/api-key (<home>/secrets), made at first use.
 
     A made one is `e2b_` and 40 hex digits: the form that older SDKs insist on.
 
@@ -22,8 +23,7 @@ def api_key(settings: Settings) -> str:
         if not _is_key(settings.api_key):
             raise InvalidRequest("setting api_key: 32 to 256 characters of A-Z a-z 0-9 . _ ~ -")
         return settings.api_key
-    path = settings.home / "secrets" / "api-key"
-    return managed_secret(path, generate=lambda: f"e2b_{secrets.token_hex(20)}", valid=_is_key)
+    return managed_secret(directory / "api-key", generate=lambda: f"e2b_{secrets.token_hex(20)}", valid=_is_key)
 
 
 def matches(given: bytes, key: str) -> bool:
