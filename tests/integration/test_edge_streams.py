@@ -116,7 +116,7 @@ async def test_an_answer_that_comes_before_the_body_is_sent(edge, sandbox):
 
     sandbox.handler = refuse
     size = 64 * MIB
-    for sandbox_id, status in (("iaaa", 413), ("inone", 502)):
+    for sandbox_id, status in [("iaaa", 413)] * 20 + [("inone", 502)]:
         client = await edge.raw()
         await client.send(
             b"PUT / HTTP/1.1\r\nContent-Length: %d\r\n" % size + raw_to(sandbox_id, sandbox.port) + b"\r\n"

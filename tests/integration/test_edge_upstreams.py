@@ -64,7 +64,7 @@ async def test_a_recycled_address_never_gets_another_sandboxs_request(edge):
         """One life of a sandbox on the address."""
         server = await Server(sandbox_id).listen("127.1.0.9", port)
         assert (await edge.route(sandbox_id, "127.1.0.9", generation=generation)).status_code == 204
-        await asyncio.sleep(0.02)
+        await asyncio.wait_for(server.asked.wait(), 5)
         assert (await edge.unroute(sandbox_id, generation)).status_code == 204
         assert {request.header("x-for") for request in server.requests} == {sandbox_id}
         await server.close()

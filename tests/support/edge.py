@@ -83,6 +83,8 @@ class Server:
         self.name = name
         self.handler: Handler = self.echo
         self.requests: list[Request] = []
+        self.asked = asyncio.Event()
+        """Set once there is a request."""
         self.connections = 0
         self.open: set[asyncio.StreamWriter] = set()
         self.port = 0
@@ -131,6 +133,7 @@ class Server:
                     request = parse_head(await reader.readuntil(b"\r\n\r\n"))
                     request.connection = number
                     self.requests.append(request)
+                    self.asked.set()
                     await self.handler(Exchange(request, reader, writer))
         finally:
             self.open.discard(writer)
@@ -234,7 +237,8 @@ class Edge:
     async def close(self) -> None:
         """Let go of all connections to it."""
         for client in self._raw:
-            client.writer.transport.abort()
+            if not client.writer.is_closing():
+                client.writer.transport.abort()
         await self.admin.aclose()
         await self.client.aclose()
 

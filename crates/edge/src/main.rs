@@ -20,6 +20,7 @@ mod proxy;
 mod routes;
 mod tunnel;
 mod upstream;
+mod upstream_io;
 
 use std::io::Write;
 use std::net::SocketAddr;

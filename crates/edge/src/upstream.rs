@@ -13,13 +13,14 @@ use bytes::Bytes;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper::http::request::Parts;
-use hyper::rt::{Read, Write};
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_util::sync::CancellationToken;
 
 use crate::metrics::METRICS;
+use crate::upstream_io::UpstreamIo;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Idle connections kept for one port.
@@ -125,12 +126,9 @@ impl Upstream {
                 Address::Tcp(address) => {
                     let stream = TcpStream::connect(address).await?;
                     stream.set_nodelay(true)?;
-                    self.handshake(TokioIo::new(stream)).await
+                    self.handshake(stream).await
                 }
-                Address::Unix(path) => {
-                    self.handshake(TokioIo::new(UnixStream::connect(path).await?))
-                        .await
-                }
+                Address::Unix(path) => self.handshake(UnixStream::connect(path).await?).await,
             }
         };
         tokio::select! {
@@ -146,11 +144,11 @@ impl Upstream {
 
     async fn handshake<T>(&self, stream: T) -> io::Result<SendRequest<RequestBody>>
     where
-        T: Read + Write + Unpin + Send + 'static,
+        T: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let (sender, connection) = Builder::new()
             .max_buf_size(BUFFER_BYTES)
-            .handshake(stream)
+            .handshake(TokioIo::new(UpstreamIo::new(stream)))
             .await
             .map_err(io::Error::other)?;
         let ended = self.ended.clone();
