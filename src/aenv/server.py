@@ -10,7 +10,7 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -237,7 +237,7 @@ def require_root() -> None:
 
 
 @contextmanager
-def exclusive(paths: NodePaths) -> AsyncIterator[None]:  # type: ignore[misc]
+def exclusive(paths: NodePaths) -> Iterator[None]:
     """One server a home and a runtime directory. Raises: Conflict."""
     locks = []
     try:

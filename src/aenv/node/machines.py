@@ -73,7 +73,7 @@ class Machines:
         try:
             await machine.guest.wait_healthy(self.settings.boot_timeout_s)
         except GuestUnresponsive as error:
-            tail = (await machine.vm.console())[-2000:]
+            tail = (await machine.vm.console())[-6000:]
             await self.release(machine)
             raise OperationFailed(f"the guest did not come up: {error.message}\n{tail}") from error
         except BaseException:

@@ -47,13 +47,13 @@ class SandboxManager:
             raise NotFound(f"sandbox {sandbox_id} not found")
         return view
 
-    def list(self) -> list[SandboxView]:
+    def sandboxes(self) -> list[SandboxView]:
         views = [view for sandbox in self._sandboxes.values() if (view := sandbox.view()) is not None]
         return sorted(views, key=lambda view: (view.started_at, view.id), reverse=True)
 
     def stats(self) -> NodeStats:
         counters = self._services.counters
-        states = [view.state for view in self.list()]
+        states = [view.state for view in self.sandboxes()]
         return NodeStats(
             running=states.count(PublicState.RUNNING),
             paused=states.count(PublicState.PAUSED),
@@ -290,7 +290,7 @@ class SandboxManager:
         if keep_running:
             return
         for _ in range(3):
-            running = [view.id for view in self.list() if view.state is PublicState.RUNNING]
+            running = [view.id for view in self.sandboxes() if view.state is PublicState.RUNNING]
             if not running:
                 return
             results = await asyncio.gather(*(self.pause(sandbox) for sandbox in running), return_exceptions=True)

@@ -129,8 +129,8 @@ class BaseTemplate:
     async def _settle_and_capture(self, machine: Machine, holder: str) -> Capture:
         result = await machine.guest.run(_SETTLE, user="root")
         if result.exit_code != 0:
-            log.warning("settling ended with an error", exit_code=result.exit_code, stderr=result.stderr[-500:])
+            log.warning("settling ended with an error", exit_code=result.exit_code, stderr=result.stderr[-500:].decode(errors="replace"))
         return await self._capturer.capture_and_stop(machine, holder=holder)
 
 
-_COMMAND_LINE = "aenv.root=/dev/vda aenv.address=169.254.0.21/30 aenv.gateway=169.254.0.22 quiet mitigations=off"
+_COMMAND_LINE = "aenv.root=/dev/vda aenv.address=169.254.0.21/30 aenv.gateway=169.254.0.22 mitigations=off"
