@@ -28,7 +28,11 @@ def _full_memory(value: bool | None) -> None:
         raise ValueError("file-system-only captures are not supported yet")
 
 
-def _no_nul(text: str) -> str:
+def _plain_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("is not valid Unicode") from None
     if "\0" in text:
         raise ValueError("must not contain NUL")
     return text
@@ -53,7 +57,7 @@ def _cidr(text: str) -> str:
 Unsupported = Annotated[Any, AfterValidator(_refuse)]
 Memory = Annotated[bool | None, Field(strict=True), AfterValidator(_full_memory)]
 Flag = Annotated[bool, Field(strict=True)]
-Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_no_nul)]
+Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_plain_text)]
 VariableName = Annotated[Text, AfterValidator(_variable_name)]
 Cidr = Annotated[Text, StringConstraints(max_length=64), AfterValidator(_cidr)]
 Seconds = Annotated[int, Field(strict=True, ge=1, le=MAX_TIMEOUT_S)]

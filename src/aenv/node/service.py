@@ -9,10 +9,6 @@ from typing import Protocol
 from aenv.errors import AenvError
 from aenv.node.views import CreateRequest, NodeStats, SandboxView, SnapshotView
 
-# Named here: inside the class `list` is the method.
-ForkedChildren = list[SandboxView | AenvError]
-SnapshotList = list[SnapshotView]
-
 
 class NodeService(Protocol):
     async def create(self, request: CreateRequest) -> SandboxView:
@@ -42,7 +38,7 @@ class NodeService(Protocol):
     def sandboxes(self) -> list[SandboxView]:
         """All running and paused, newest first."""
 
-    async def fork(self, sandbox_id: str, count: int, timeout_s: int | None) -> ForkedChildren:
+    async def fork(self, sandbox_id: str, count: int, timeout_s: int | None) -> list[SandboxView | AenvError]:
         """One capture, `count` children, each a sandbox or its own error. The source runs on. Raises: NotFound,
         Conflict, OperationFailed.
         """
@@ -50,7 +46,7 @@ class NodeService(Protocol):
     async def snapshot(self, sandbox_id: str, name: str | None) -> SnapshotView:
         """The source runs on. Raises: NotFound, Conflict (state, or name taken), StorageFull, OperationFailed."""
 
-    def list_snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> SnapshotList:
+    def list_snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> list[SnapshotView]:
         """Persistent snapshots (no templates, no pauses), newest first."""
 
     async def delete_snapshot(self, snapshot: str) -> None:
