@@ -35,6 +35,7 @@ from aenv.clock import SystemClock
 from aenv.errors import InvalidRequest, NotFound
 from aenv.ids import new_instance_id
 from aenv.ledger import Ledger
+from aenv.network import ruleset
 from aenv.network.policy import NetworkPolicy
 from aenv.network.pool import SlotPool
 from aenv.network.slot import GATEWAY_ADDRESS
@@ -72,6 +73,13 @@ class Net:
         return transport, echo
 
 
+def admit_everyone(guest: Guest) -> None:
+    """Break the slot's own protection of its guest."""
+    inside = Namespace.of_slot(guest.slot)
+    inside.run("nft flush chain inet aenv to_guest", "nft add rule inet aenv to_guest accept")
+    inside.close()
+
+
 @pytest.fixture
 def world() -> Iterator[Lab]:
     with lab() as world:
@@ -99,11 +107,17 @@ async def test_the_host_reaches_the_guest(net: Net) -> None:
     assert await talk(net.world.host, guest.slot.host_address, PORT + 1) == "refused"
 
 
-async def test_nobody_but_the_host_reaches_the_guest(net: Net) -> None:
+@pytest.mark.parametrize("gone", ["nothing", "the slot's rules", "the host's rules"])
+async def test_nobody_but_the_host_reaches_the_guest(net: Net, gone: str) -> None:
     guest = await net.guest()
     await net.serve(guest.netns, "0.0.0.0")
     net.world.internet.run(f"ip route add {guest.slot.host_address} via {HOST_PUBLIC}")
+    if gone == "the slot's rules":
+        admit_everyone(guest)
+    if gone == "the host's rules":
+        net.world.host.run(f"nft delete table inet {net.pool.plan.table}")
     assert await talk(net.world.internet, guest.slot.host_address, PORT) == "silent"
+    assert await talk(net.world.host, guest.slot.host_address, PORT) == "answered"
 
 
 async def test_the_guest_reaches_the_internet_under_the_hosts_address(net: Net) -> None:
@@ -156,12 +170,21 @@ async def test_the_host_holds_when_a_slots_own_rules_are_gone(net: Net) -> None:
     one, other = await net.guest(), await net.guest()
     await net.serve(other.netns, "0.0.0.0")
     await net.serve(net.world.host, "0.0.0.0")
+    _, echo = await net.serve_udp(SITE, 9000)
+    admit_everyone(other)
     inside = Namespace.of_slot(one.slot)
     inside.run("nft flush ruleset")
-    # As a guest that got out of its own machine could: with the slot's address as its source.
-    inside.run(f"ip address add {one.slot.host_address}/32 dev uplink")
+    # As a guest that got out of its own machine could: with the slot's address as its source, or any other.
+    inside.run(
+        f"ip address add {one.slot.host_address}/32 dev uplink",
+        "ip address add 198.51.100.99/32 dev uplink",
+        f"ip route replace default via {net.pool.plan.host_end(one.slot.index)} src {one.slot.host_address}",
+    )
+    assert await talk_udp(inside, SITE, 9000) == "answered"
     for address in (HOST_PUBLIC, other.slot.host_address, net.pool.plan.host_end(one.slot.index)):
         assert await talk(inside, address, PORT) == "silent"
+    assert await talk_udp(inside, SITE, 9000, source="198.51.100.99") == "silent"
+    assert len(echo.senders) == 1
     inside.close()
 
 
@@ -174,6 +197,18 @@ async def test_spoofed_sources_go_nowhere(net: Net) -> None:
         guest.netns.run(f"ip address del {source}/32 dev eth0")
     assert echo.senders == []
     assert await talk_udp(guest.netns, SITE, 9000) == "answered"
+
+
+async def test_one_guest_cannot_fill_the_hosts_connection_table(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ruleset, "MAX_FLOWS", 50)
+    guest = await net.guest()
+    await net.serve(guest.netns, "0.0.0.0")
+    with guest.netns.socket(socket.SOCK_DGRAM) as client:
+        for port in range(9000, 9200):
+            client.sendto(b"scan", (OTHER_SITE, port))
+    assert await talk(guest.netns, SITE, PORT) == "silent"
+    assert int(net.world.host.run("cat /proc/sys/net/netfilter/nf_conntrack_count")) <= 50
+    assert await talk(net.world.host, guest.slot.host_address, PORT) == "answered"
 
 
 async def test_ipv6_is_off(net: Net) -> None:

@@ -79,8 +79,8 @@ def node(make_node: Callable[[], Node]) -> Node:
 async def until(true: Callable[[], bool]) -> None:
     """Kernel and background work have no event to wait for from outside."""
     async with asyncio.timeout(10):
-        while not true():
-            await asyncio.sleep(0.01)  # noqa: ASYNC110
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_fifty_cycles_leave_nothing(world: Lab, node: Node) -> None:

@@ -225,7 +225,7 @@ async def serve(netns: Namespace, address: str, port: int) -> asyncio.Server:
         try:
             while data := await reader.read(4096):
                 writer.write(data)
-        except OSError:
+        except (OSError, asyncio.CancelledError):  # the peer was cut off, or the test is over
             pass
         finally:
             writer.close()
