@@ -42,9 +42,7 @@ def capture(memory: ProcessMemory | SparseDiff) -> Capture:
     if isinstance(memory, SparseDiff):
         try:
             with memory.path.open("rb") as file:
-                extents = {
-                    start: os.pread(file.fileno(), end - start, start) for start, end in _data(file.fileno())
-                }
+                extents = {start: os.pread(file.fileno(), end - start, start) for start, end in _data(file.fileno())}
         finally:
             memory.path.unlink()
         return Capture(extents)
@@ -65,9 +63,7 @@ def compose(below: Path, captured: Capture, image: Path) -> None:
     with below.open("rb") as source, image.open("r+b") as target:
         for start, end in _data(source.fileno()):
             for offset in range(start, end, _CHUNK):
-                os.pwrite(
-                    target.fileno(), os.pread(source.fileno(), min(_CHUNK, end - offset), offset), offset
-                )
+                os.pwrite(target.fileno(), os.pread(source.fileno(), min(_CHUNK, end - offset), offset), offset)
         for offset, data in captured.extents.items():
             os.pwrite(target.fileno(), data, offset)
 

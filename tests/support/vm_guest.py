@@ -12,7 +12,7 @@ from aenv.vmm.contract import BootSource
 _SOURCE = Path(__file__).parent / "guest" / "init.c"
 
 
-async def test_guest(directory: Path) -> BootSource:
+async def boot_source(directory: Path) -> BootSource:
     """Kernel from the cache of the settings, which is filled when it is empty; initramfs in `directory`.
     Needs a C compiler.
     """
@@ -24,6 +24,3 @@ async def test_guest(directory: Path) -> BootSource:
     initramfs = directory / "initramfs"
     initramfs.write_bytes(write_archive(contents(program.read_bytes(), modules)))
     return BootSource(kernel.image, initramfs, "mitigations=off panic=-1", key="test-guest")
-
-
-test_guest.__test__ = False  # type: ignore[attr-defined]

@@ -16,10 +16,8 @@ _TAP = "tap0"
 _COMMAND_PORT = 7
 
 
-class TestNetwork:
+class GuestLink:
     """The host's end of the link to one guest."""
-
-    __test__ = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,11 +47,38 @@ class TestNetwork:
                     with contextlib.suppress(TimeoutError, ConnectionError):
                         return (await asyncio.wait_for(loop.sock_recv(link, 100), repeat_s)).decode()
 
+    async def count_lost(self, stop: asyncio.Event) -> int:
+        """Ask every 5 ms until `stop`, each question once; how many were not answered within 2 s of the last."""
+        loop = asyncio.get_running_loop()
+        asked = answered = 0
+        all_answered = asyncio.Event()
+        with self.socket() as link:
+
+            def receive() -> None:
+                nonlocal answered
+                link.recv(100)
+                answered += 1
+                if answered == asked:
+                    all_answered.set()
+
+            loop.add_reader(link, receive)
+            try:
+                while not stop.is_set():
+                    link.send(b"count")
+                    asked += 1
+                    all_answered.clear()
+                    await asyncio.sleep(0.005)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(all_answered.wait(), 2.0)
+            finally:
+                loop.remove_reader(link)
+        return asked - answered
+
 
 @contextlib.contextmanager
-def network() -> Iterator[TestNetwork]:
+def network() -> Iterator[GuestLink]:
     """A namespace of our own, removed at the end with all in it."""
-    link = TestNetwork(f"aenvtest-{secrets.token_hex(3)}")
+    link = GuestLink(f"aenvtest-{secrets.token_hex(3)}")
     _run("ip", "netns", "add", link.name)
     try:
         _in(link, "ip", "tuntap", "add", _TAP, "mode", "tap", "multi_queue", "vnet_hdr")
@@ -64,7 +89,7 @@ def network() -> Iterator[TestNetwork]:
         _run("ip", "netns", "delete", link.name)
 
 
-def _in(link: TestNetwork, *command: str) -> None:
+def _in(link: GuestLink, *command: str) -> None:
     _run("ip", "netns", "exec", link.name, *command)
 
 

@@ -38,9 +38,7 @@ class ControlGroups:
             if usable and self._prepare(root, usable, version):
                 self._roots.append((root, usable, version))
                 missing -= set(usable)
-        self.problems = [
-            f"no usable {name} control group: sandboxes are not limited by it" for name in sorted(missing)
-        ]
+        self.problems = [f"no usable {name} control group: sandboxes are not limited by it" for name in sorted(missing)]
 
     def create(self, name: str, limits: Limits) -> ControlGroup:
         """A group with its limits set, in every hierarchy. A host that refuses one gets no limit from it."""
@@ -72,9 +70,7 @@ class ControlGroups:
             (root / self._node).mkdir(exist_ok=True)
             if version == 2:
                 for directory in (root, root / self._node):
-                    (directory / "cgroup.subtree_control").write_text(
-                        " ".join(f"+{name}" for name in controllers)
-                    )
+                    (directory / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
         except OSError:
             return False
         return True

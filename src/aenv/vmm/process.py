@@ -148,10 +148,7 @@ def spawn(command: list[str], descriptors: Mapping[int, int]) -> int:
 
     Number 0 is /dev/null. Raises: OSError.
     """
-    moved = {
-        number: fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _ABOVE_TARGETS)
-        for number, ours in descriptors.items()
-    }
+    moved = {number: fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _ABOVE_TARGETS) for number, ours in descriptors.items()}
     try:
         return os.posix_spawnp(
             command[0],

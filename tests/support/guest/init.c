@@ -6,6 +6,7 @@
  *
  *   count               -> ticks so far
  *   fill SEED FROM N    -> writes N pages of the buffer from page FROM with a pattern of SEED; answers "ok"
+ *   echo N              -> N
  *   hash                -> hash over the whole buffer
  *   write DISK VALUE    -> writes VALUE into the first sector of disk number DISK and flushes it; answers "ok"
  *   read DISK           -> the value there
@@ -114,6 +115,8 @@ static void answer(const char *request, char *reply, size_t size)
 	snprintf(reply, size, "error");
 	if (strcmp(request, "count") == 0) {
 		snprintf(reply, size, "%" PRIu64, ticks);
+	} else if (sscanf(request, "echo %" SCNu64, &a) == 1) {
+		snprintf(reply, size, "%" PRIu64, a);
 	} else if (strcmp(request, "hash") == 0) {
 		snprintf(reply, size, "%" PRIu64, hash_buffer());
 	} else if (sscanf(request, "fill %" SCNu64 " %" SCNu64 " %" SCNu64, &a, &b, &c) == 3) {
@@ -156,6 +159,8 @@ int main(void)
 	bring_up_network();
 	buffer = mmap(NULL, (size_t)BUFFER_PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	waiting.fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+	int receive_bytes = 8 << 20; /* for what arrives while the VM stands still */
+	setsockopt(waiting.fd, SOL_SOCKET, SO_RCVBUFFORCE, &receive_bytes, sizeof receive_bytes);
 	if (buffer == MAP_FAILED || bind(waiting.fd, (struct sockaddr *)&address, sizeof address))
 		perror("start");
 	printf("test guest ready\n");

@@ -63,12 +63,14 @@ class Platform:
 
     @property
     def guest_arguments(self) -> str:
-        """For the guest kernel's command line. Its calibration against emulated timers fails on a busy host,
-        so it is told the clock's rate.
+        """For the guest kernel's command line.
+
+        A restart by triple fault ends QEMU; by other ways a restored VM would run into firmware that has no kernel to
+        start. Calibration against emulated timers fails on a busy host, so the kernel is told the clock's rate.
         """
         if self.accelerator is Accelerator.KVM:
-            return "console=ttyS0 tsc=reliable no_timer_check"
-        return f"console=ttyS0 no_timer_check lpj=1000000 tsc_early_khz={self.tsc_khz}"
+            return "console=ttyS0 reboot=t tsc=reliable no_timer_check"
+        return f"console=ttyS0 reboot=t no_timer_check lpj=1000000 tsc_early_khz={self.tsc_khz}"
 
 
 def arguments(platform: Platform, name: str, spec: VmSpec, source: BootSource | None) -> list[str]:
@@ -169,9 +171,7 @@ def _disk(number: int, path: Path) -> list[str]:
         "file": file,
     }
     # Errors go to the guest: a VM stopped by a full disk would look like a hanging one.
-    device = _device(
-        _FIRST_DISK_BUS + number, driver="virtio-blk-device", drive=node, werror="report", rerror="report"
-    )
+    device = _device(_FIRST_DISK_BUS + number, driver="virtio-blk-device", drive=node, werror="report", rerror="report")
     return ["-blockdev", _json(blockdev), *device]
 
 

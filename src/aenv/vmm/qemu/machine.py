@@ -97,7 +97,7 @@ class Machine:
             group: is the machine's from here on, also when this fails.
             state: descriptor to read an incoming state from; stays the caller's.
 
-        Raises: OperationFailed, and nothing is left.
+        Raises: OperationFailed, or CorruptData when it has found the state to be none; nothing is left.
         """
         async with contextlib.AsyncExitStack() as undo:
             undo.callback(group.remove)
@@ -122,9 +122,10 @@ class Machine:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     monitor = await Monitor.connect(connection)
             except (MonitorLostError, TimeoutError) as error:
-                raise OperationFailed(
-                    f"QEMU did not start for {spec.vm_id}: {_read_log(log) or error!r}"
-                ) from error
+                # The state may have been refused before there was anybody to tell.
+                tail = _read_log(log)
+                _raise_if_refused(spec.vm_id, tail, error)
+                raise OperationFailed(f"QEMU did not start for {spec.vm_id}: {tail or repr(error)}") from error
             undo.pop_all()
         return cls(spec.vm_id, place, process=process, monitor=monitor, group=group, log=log)
 
@@ -172,8 +173,7 @@ class Machine:
             raise SandboxLost("QEMU ended while loading")
         except SandboxLost as error:
             tail = self.log_tail()
-            if any(text in tail for text in _LOAD_FAILURES):
-                raise CorruptData(f"QEMU refused the saved state of {self.vm_id}: {tail}") from error
+            _raise_if_refused(self.vm_id, tail, error)
             raise OperationFailed(f"the state of {self.vm_id} was not loaded: {error}; {tail}") from error
         finally:
             for task in (loading, ending):
@@ -248,9 +248,7 @@ class Machine:
         try:
             await self.process.end(END_TIMEOUT_S)
         except TimeoutError as error:
-            raise OperationFailed(
-                f"process {self.process.pid} of {self.vm_id} does not end after SIGKILL"
-            ) from error
+            raise OperationFailed(f"process {self.process.pid} of {self.vm_id} does not end after SIGKILL") from error
 
 
 def _spawn(spec: VmSpec, arguments: list[str], listener: int, log: int, state: int | None) -> int:
@@ -329,6 +327,12 @@ def _read_log_bytes(log: int) -> bytes:
         while part := os.read(log, 65536):
             content += part
     return content
+
+
+def _raise_if_refused(vm_id: str, log: str, cause: Exception) -> None:
+    """Raises: CorruptData when the log says that QEMU could not read the state it was given."""
+    if any(text in log for text in _LOAD_FAILURES):
+        raise CorruptData(f"QEMU refused the saved state of {vm_id}: {log}") from cause
 
 
 def _text(content: bytes) -> str:

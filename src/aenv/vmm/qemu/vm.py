@@ -37,12 +37,15 @@ class QemuVm:
     async def suspend(self) -> None:
         if not self._running:
             return
+        if self.successor is not None:
+            # Packets from here on wait in the successor's queue. Taking a queue off the tap drops what QEMU has not
+            # read from it, so QEMU is asked something first: when it answers it has read what was there. What arrives
+            # in the microseconds between may be lost, as on any network.
+            self.successor.attach_queue(True)
+            await self._machine.execute("query-status")
+        self._machine.attach_queue(False)
         await self._machine.execute("stop")
         self._running = False
-        self._machine.attach_queue(False)
-        if self.successor is not None:
-            # Packets from here on wait in the successor's queue instead of being dropped.
-            self.successor.attach_queue(True)
 
     async def save(self) -> SavedVm:
         if self._running:
@@ -56,9 +59,9 @@ class QemuVm:
     async def resume(self) -> None:
         if self._running:
             return
+        self._machine.attach_queue(True)
         if self.successor is not None:
             self.successor.attach_queue(False)
-        self._machine.attach_queue(True)
         await self._machine.execute("cont")
         self._running = True
         self._state = None
@@ -84,15 +87,13 @@ class QemuVm:
         return read_stats(self._record.pid)
 
     async def _save_devices(self) -> bytes:
-        """Device state without memory; block nodes are read-only until the VM goes on."""
+        """Device state without memory. Not `live`, which closes the disks and makes QEMU abort at the next save."""
         file = self._machine.place.state_file
         try:
-            await self._machine.execute("xen-save-devices-state", filename=str(file), live=True)
+            await self._machine.execute("xen-save-devices-state", filename=str(file), live=False)
             return _read_state(file)
         except OSError as error:
-            raise OperationFailed(
-                f"the saved state of {self._record.vm_id} cannot be read: {error}"
-            ) from error
+            raise OperationFailed(f"the saved state of {self._record.vm_id} cannot be read: {error}") from error
         finally:
             file.unlink(missing_ok=True)
 
@@ -138,9 +139,7 @@ class QemuSuccessor:
             # It may have run and written to the disk: the predecessor's memory no longer fits that.
             await self._machine.end()
             if isinstance(error, AenvError):
-                raise SandboxLost(
-                    f"the successor of {self._record.vm_id} failed at its first step: {error}"
-                ) from error
+                raise SandboxLost(f"the successor of {self._record.vm_id} failed at its first step: {error}") from error
             raise
         return vm
 
@@ -184,9 +183,7 @@ def _read_state(file: Path) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or not 0 < status.st_size <= MAX_STATE_BYTES:
-            raise OperationFailed(
-                f"QEMU's saved state {file.name} is no file of 1 to {MAX_STATE_BYTES} bytes"
-            )
+            raise OperationFailed(f"QEMU's saved state {file.name} is no file of 1 to {MAX_STATE_BYTES} bytes")
         return os.read(descriptor, MAX_STATE_BYTES)
     finally:
         os.close(descriptor)
