@@ -8,11 +8,11 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CACHE := $(or $(AENV_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/aenv)
+TARGET := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/aenv/target
 AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo --preserve-env)
 
-export AENV_CACHE := $(CACHE)
-export CARGO_TARGET_DIR := $(CACHE)/target
+# Outside the checkout, so that a fresh clone need not compile the dependencies again.
+export CARGO_TARGET_DIR := $(TARGET)
 export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/local/sbin:/usr/sbin:/sbin
 
 .PHONY: help
@@ -53,7 +53,7 @@ bench: setup ## how long create, pause, resume, fork take here
 .PHONY: clean
 clean: ## remove what was made in this checkout; what is shared stays in the cache
 	rm -rf $(VENV) native/src/aenv_native/bin .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
-	@echo "Kept: $(CACHE)"
+	@echo "Kept: $(TARGET) and the guest assets (aenv assets status)"
 
 .PHONY: host-packages
 host-packages:

@@ -69,20 +69,23 @@ async def _locked(path: Path) -> AsyncIterator[None]:
         os.close(descriptor)
 
 
-def _publish(work: Path, path: Path) -> None:
+def _publish(work: Path, target: Path) -> None:
+    # Programs that are not root read the cache, whatever the builder's umask.
     for directory, _, names in os.walk(work):
         for name in [".", *names]:
-            _sync(Path(directory, name))
-    if path.is_dir():
+            path = Path(directory, name)
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            _sync(path)
+    if target.is_dir():
         # Open files of the old one live on; only its name is gone for the moment between the two calls.
-        discarded = path.with_name(f".{path.name}.old")
+        discarded = target.with_name(f".{target.name}.old")
         _remove(discarded)
-        path.rename(discarded)
-        work.rename(path)
+        target.rename(discarded)
+        work.rename(target)
         _remove(discarded)
     else:
-        work.rename(path)
-    _sync(path.parent)
+        work.rename(target)
+    _sync(target.parent)
 
 
 def _sync(path: Path) -> None:
