@@ -654,7 +654,9 @@ class TestHangingUp:
             "query_string": b"",
             "headers": [(b"x-api-key", KEY.encode())],
         }
-        received = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+        received: Iterator[dict[str, Any]] = iter(
+            [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+        )
 
         async def receive() -> dict[str, Any]:
             return next(received)
@@ -666,6 +668,12 @@ class TestHangingUp:
 
         await app(scope, receive, send)
         assert sent == []
+
+
+async def test_the_schema_describes_bodies(client: httpx.AsyncClient) -> None:
+    schema = (await client.get("/openapi.json")).json()
+    assert "templateID" in schema["components"]["schemas"]["NewSandboxV2"]["required"]
+    assert "/sandboxes/{sandbox_id}/fork" in schema["paths"]
 
 
 class TestObservation:

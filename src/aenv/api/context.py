@@ -28,7 +28,8 @@ class Context:
         return await self.tasks.shielded(work, name=name)
 
 
-def _context(request: Request) -> Context:
+async def _context(request: Request) -> Context:
+    # A coroutine: FastAPI runs plain functions in a thread.
     context: Context = request.app.state.context
     return context
 

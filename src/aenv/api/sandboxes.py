@@ -13,7 +13,7 @@ from aenv.node.views import OnTimeout, PublicState, SandboxView
 router = APIRouter(tags=["sandboxes"])
 
 
-def _id(sandbox_id: Annotated[str, Path()]) -> str:
+async def _id(sandbox_id: Annotated[str, Path()]) -> str:
     return convert.sandbox_id(sandbox_id)
 
 

@@ -6,11 +6,9 @@ from datetime import timedelta
 
 from aenv.clock import Clock
 from aenv.errors import AenvError, Conflict, NotFound
-from aenv.ids import SnapshotId, new_sandbox_id, new_snapshot_id
+from aenv.ids import SandboxId, SnapshotId, new_sandbox_id, new_snapshot_id
 from aenv.node.views import CreateRequest, NodeStats, OnTimeout, PublicState, SandboxView, SnapshotView
 from aenv.testing.clock import FakeClock
-
-_MACHINE = {"vcpus": 2, "memory_mib": 1024, "disk_mib": 8192}
 
 
 @dataclass
@@ -33,9 +31,7 @@ class FakeNode:
         self.calls: list[str] = []
         self.fork_errors: dict[int, AenvError] = {}
         """Errors of the next fork's children, by position."""
-        self._base = SnapshotView(
-            new_snapshot_id(), ("base",), source_sandbox=None, created_at=self.clock.now(), **_MACHINE
-        )
+        self._base = self._record(("base",), source=None)
         self._snapshots: dict[SnapshotId, SnapshotView] = {self._base.id: self._base}
         self._sandboxes: dict[str, _Sandbox] = {}
         self._creates = 0
@@ -105,9 +101,7 @@ class FakeNode:
         if name is not None and any(name in snapshot.names for snapshot in self._snapshots.values()):
             raise Conflict(f"the name {name} is taken")
         names = (name,) if name is not None else ()
-        snapshot = SnapshotView(
-            new_snapshot_id(), names, source_sandbox=source.view.id, created_at=self.clock.now(), **_MACHINE
-        )
+        snapshot = self._record(names, source=source.view.id)
         self._snapshots[snapshot.id] = snapshot
         return snapshot
 
@@ -160,11 +154,24 @@ class FakeNode:
             traffic_token=None if request.public_traffic else f"traffic-{sandbox_id}",
             on_timeout=request.on_timeout,
             policy=request.policy,
-            **_MACHINE,
+            vcpus=snapshot.vcpus,
+            memory_mib=snapshot.memory_mib,
+            disk_mib=snapshot.disk_mib,
         )
         self._sandboxes[sandbox_id] = _Sandbox(view, request)
         self._creates += 1
         return view
+
+    def _record(self, names: tuple[str, ...], *, source: SandboxId | None) -> SnapshotView:
+        return SnapshotView(
+            id=new_snapshot_id(),
+            names=names,
+            source_sandbox=source,
+            created_at=self.clock.now(),
+            vcpus=2,
+            memory_mib=1024,
+            disk_mib=8192,
+        )
 
     def _snapshot(self, reference: str) -> SnapshotView:
         for snapshot in self._snapshots.values():
