@@ -140,7 +140,11 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class SparseDiff:
-    """Dirty pages as the data extents of a sparse file the size of the memory."""
+    """Dirty pages as the data extents of a sparse file the size of the memory.
+
+    The caller removes the file when it keeps the capture. While it is there the next save adds to it, so that a capture
+    given up loses nothing.
+    """
 
     path: Path
 

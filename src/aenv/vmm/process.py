@@ -143,10 +143,9 @@ def processes_named(prefix: str) -> list[tuple[int, str]]:
 
 
 def spawn(command: list[str], descriptors: Mapping[int, int]) -> int:
-    """Start `command` in a session of its own with exactly `descriptors` ({number in the child: ours}).
-    Returns its pid.
+    """Start `command` in a session of its own with exactly `descriptors` ({number in the child: ours}); gives its pid.
 
-    Number 0 is /dev/null. Raises: OSError.
+    Of standard input, output and error, those not given are /dev/null. Raises: OSError.
     """
     moved = {number: fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _ABOVE_TARGETS) for number, ours in descriptors.items()}
     try:
@@ -155,8 +154,9 @@ def spawn(command: list[str], descriptors: Mapping[int, int]) -> int:
             command,
             _ENVIRONMENT,
             file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                *((os.POSIX_SPAWN_OPEN, number, "/dev/null", os.O_RDWR, 0) for number in (0, 1, 2)),
                 *((os.POSIX_SPAWN_DUP2, ours, number) for number, ours in moved.items()),
+                *((os.POSIX_SPAWN_CLOSE, number) for number in _inheritable() - moved.keys()),
             ],
             setsid=True,
             setsigmask=[],
@@ -165,6 +165,16 @@ def spawn(command: list[str], descriptors: Mapping[int, int]) -> int:
     finally:
         for ours in moved.values():
             os.close(ours)
+
+
+def _inheritable() -> set[int]:
+    """What a child would get unasked: descriptors that whoever started us left open."""
+    found = set()
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one the directory was read by
+            if number > 2 and os.get_inheritable(number):
+                found.add(number)
+    return found
 
 
 def in_network_namespace(netns: Path, action: Callable[[], T]) -> T:

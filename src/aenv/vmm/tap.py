@@ -4,6 +4,7 @@ tap serves several processes in turn.
 
 import fcntl
 import os
+import socket
 import struct
 
 _TUNSETIFF = 0x400454CA
@@ -25,6 +26,7 @@ def open_queue(tap: str) -> int:
     """A new, detached queue of the existing tap `tap` of the caller's network namespace. The caller closes
     it. Raises: OSError.
     """
+    socket.if_nametoindex(tap)  # else a missing tap would be made anew, leading nowhere
     queue = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         flags = _IFF_TAP | _IFF_NO_PI | _IFF_MULTI_QUEUE | _IFF_VNET_HDR
