@@ -147,19 +147,25 @@ impl Disk {
     }
 
     /// Writes whole sectors at byte `offset`. On success data and index entry have been handed to
-    /// the kernel; after a failure the range holds what it did.
-    pub fn write(&self, _gate: &Gate<'_>, offset: u64, data: &[u8]) -> Result<()> {
-        let sectors = self.sectors(offset, data.len() as u64)?;
+    /// the kernel; after a failure the range holds what it did. True: [`Self::write_out`] is due
+    /// before the write is answered.
+    pub fn write(&self, _gate: &Gate<'_>, offset: u64, data: &[u8]) -> Result<bool> {
+        let length = data.len() as u64;
+        let sectors = self.sectors(offset, length)?;
         if sectors.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
         let upper = self.view.read().upper.clone();
         let physical = upper.append(data).context(|| "write upper".into())?;
-        let written_out = upper
-            .write_out(physical, data.len() as u64)
-            .context(|| "write upper out".into());
-        written_out.inspect_err(|error| self.fail(&error.message))?;
-        self.commit(&upper, sectors, Place::Data(physical))
+        self.commit(&upper, sectors, Place::Data(physical))?;
+        Ok(Upper::fills_piece(physical, length))
+    }
+
+    /// Bounds how much is not on disk, and with it how long a flush takes: may wait for the disk.
+    pub fn write_out(&self) -> Result<()> {
+        let upper = self.view.read().upper.clone();
+        let done = upper.write_out().context(|| "write upper out".into());
+        done.inspect_err(|error| self.fail(&error.message))
     }
 
     /// Makes a range of whole sectors read as zeros.

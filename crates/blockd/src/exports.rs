@@ -9,12 +9,14 @@ use parking_lot::RwLock;
 
 use crate::disk::Disk;
 use crate::frozen::Frozen;
+use crate::strand::Strand;
 use crate::uuid::random_name;
 
 /// What is behind a file.
 #[derive(Clone)]
 pub enum Content {
-    Disk(Arc<Disk>),
+    /// With the order of its slow work.
+    Disk(Arc<Disk>, Strand),
     /// A disk without an upper.
     FrozenDisk(Arc<Frozen>),
     Memory(Arc<Frozen>),
@@ -31,7 +33,7 @@ impl Node {
     /// Bytes.
     pub fn size(&self) -> u64 {
         match &self.content {
-            Content::Disk(disk) => disk.size(),
+            Content::Disk(disk, _) => disk.size(),
             Content::FrozenDisk(frozen) | Content::Memory(frozen) => frozen.size,
         }
     }
@@ -40,7 +42,7 @@ impl Node {
     /// write to it is refused.
     pub const fn mode(&self) -> u16 {
         match self.content {
-            Content::Disk(_) | Content::FrozenDisk(_) => 0o600,
+            Content::Disk(..) | Content::FrozenDisk(_) => 0o600,
             Content::Memory(_) => 0o666,
         }
     }

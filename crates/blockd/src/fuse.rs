@@ -1,5 +1,5 @@
 //! The FUSE file system: turns the kernel's requests into calls on images. Never blocks on a lock
-//! held across I/O; flushes and waits go to the pool.
+//! held across I/O; flushes and waits go to the disk's strand.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -14,12 +14,12 @@ use fuser::{
     ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
 
-use crate::disk::{Disk, Gate};
+use crate::disk::Disk;
 use crate::error::{Code, Error, Result};
 use crate::exports::{Content, Exports, Node};
 use crate::format::SECTOR;
 use crate::metrics::METRICS;
-use crate::pool::Pool;
+use crate::strand::Strand;
 
 /// Largest request, bytes.
 const MAX_REQUEST: u32 = 1 << 20;
@@ -34,30 +34,11 @@ const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
 pub struct FileSystem {
     exports: Arc<Exports>,
-    pool: Arc<Pool>,
 }
 
 impl FileSystem {
-    pub const fn new(exports: Arc<Exports>, pool: Arc<Pool>) -> Self {
-        Self { exports, pool }
-    }
-
-    /// Does `work` with the right to write: at once if it can be had, else in the pool, with
-    /// `prepare`d copies of what it needs.
-    fn change<T: Send + 'static>(
-        &self,
-        disk: &Arc<Disk>,
-        reply: T,
-        now: impl FnOnce(&Disk, &Gate<'_>, T),
-        later: impl FnOnce(T) -> Box<dyn FnOnce(&Disk, &Gate<'_>) + Send>,
-    ) {
-        match disk.try_gate() {
-            Some(gate) => now(disk, &gate, reply),
-            None => {
-                let (disk, work) = (disk.clone(), later(reply));
-                self.pool.submit(move || work(&disk, &disk.gate()));
-            }
-        }
+    pub const fn new(exports: Arc<Exports>) -> Self {
+        Self { exports }
     }
 }
 
@@ -163,7 +144,7 @@ impl Filesystem for FileSystem {
         }
         let length = length as usize;
         match node.content {
-            Content::Disk(disk) => send(reply, length, |buffer| disk.read(offset, buffer)),
+            Content::Disk(disk, _) => send(reply, length, |buffer| disk.read(offset, buffer)),
             Content::FrozenDisk(frozen) | Content::Memory(frozen) => {
                 frozen.read(move |stack| match stack {
                     Ok(stack) => send(reply, length, |buffer| stack.read(offset, buffer)),
@@ -185,9 +166,9 @@ impl Filesystem for FileSystem {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let disk = match self.exports.by_inode(inode.0).map(|node| node.content) {
+        let (disk, strand) = match self.exports.by_inode(inode.0).map(|node| node.content) {
             None => return reply.error(Errno::ESTALE),
-            Some(Content::Disk(disk)) => disk,
+            Some(Content::Disk(disk, strand)) => (disk, strand),
             Some(_) => return reply.error(Errno::EROFS),
         };
         if !aligned(offset, data.len() as u64) {
@@ -196,27 +177,17 @@ impl Filesystem for FileSystem {
         if offset + data.len() as u64 > disk.size() {
             return reply.error(Errno::ENOSPC);
         }
-        let answer = |reply: ReplyWrite, done: Result<()>, length: usize| match done {
-            Ok(()) => {
-                METRICS.writes.fetch_add(1, Ordering::Relaxed);
-                METRICS
-                    .written_bytes
-                    .fetch_add(length as u64, Ordering::Relaxed);
-                reply.written(length as u32);
-            }
-            Err(error) => reply.error(errno(&error)),
-        };
-        self.change(
-            &disk,
-            reply,
-            |disk, gate, reply| answer(reply, disk.write(gate, offset, data), data.len()),
-            |reply| {
-                let data = data.to_vec();
-                Box::new(move |disk, gate| {
-                    answer(reply, disk.write(gate, offset, &data), data.len())
-                })
-            },
-        );
+        let length = data.len();
+        // While a seal has the gate, the write waits its turn elsewhere.
+        let now = disk.try_gate().map(|gate| disk.write(&gate, offset, data));
+        if let Some(done) = now {
+            return finish_write(disk, &strand, reply, length, done);
+        }
+        let data = data.to_vec();
+        strand.clone().submit(move || {
+            let done = disk.write(&disk.gate(), offset, &data);
+            finish_write(disk, &strand, reply, length, done);
+        });
     }
 
     fn fallocate(
@@ -230,13 +201,13 @@ impl Filesystem for FileSystem {
         reply: ReplyEmpty,
     ) {
         let content = self.exports.by_inode(inode.0).map(|node| node.content);
-        let disk = match content {
+        let (disk, strand) = match content {
             None => return reply.error(Errno::ESTALE),
             // Free page reporting: the VMM punches its memory file before it drops its own page. It
             // must go on, and the image stay as it is.
             Some(Content::Memory(_)) if mode == PUNCH_HOLE => return reply.ok(),
             Some(Content::Memory(_) | Content::FrozenDisk(_)) => return reply.error(Errno::EROFS),
-            Some(Content::Disk(disk)) => disk,
+            Some(Content::Disk(disk, strand)) => (disk, strand),
         };
         let zeroing =
             mode & !libc::FALLOC_FL_KEEP_SIZE == libc::FALLOC_FL_ZERO_RANGE || mode == PUNCH_HOLE;
@@ -251,18 +222,12 @@ impl Filesystem for FileSystem {
             return reply.error(Errno::EFBIG);
         }
         let length = end.min(disk.size()).saturating_sub(offset);
-        let zero = move |disk: &Disk, gate: &Gate<'_>, reply: ReplyEmpty| match disk
-            .zero(gate, offset, length)
-        {
-            Ok(()) => {
-                METRICS.discards.fetch_add(1, Ordering::Relaxed);
-                reply.ok();
-            }
-            Err(error) => reply.error(errno(&error)),
-        };
-        self.change(&disk, reply, zero, |reply| {
-            Box::new(move |disk, gate| zero(disk, gate, reply))
-        });
+        match disk.try_gate().map(|gate| disk.zero(&gate, offset, length)) {
+            Some(done) => answer_zero(reply, done),
+            None => strand.submit(move || {
+                answer_zero(reply, disk.zero(&disk.gate(), offset, length));
+            }),
+        }
     }
 
     fn fsync(
@@ -275,7 +240,7 @@ impl Filesystem for FileSystem {
     ) {
         match self.exports.by_inode(inode.0).map(|node| node.content) {
             None => reply.error(Errno::ESTALE),
-            Some(Content::Disk(disk)) => self.pool.submit(move || match disk.flush() {
+            Some(Content::Disk(disk, strand)) => strand.submit(move || match disk.flush() {
                 Ok(()) => {
                     METRICS.flushes.fetch_add(1, Ordering::Relaxed);
                     reply.ok();
@@ -284,6 +249,41 @@ impl Filesystem for FileSystem {
             }),
             Some(_) => reply.ok(),
         }
+    }
+}
+
+/// Answers a write, after the write-out that may be due.
+fn finish_write(
+    disk: Arc<Disk>,
+    strand: &Strand,
+    reply: ReplyWrite,
+    length: usize,
+    done: Result<bool>,
+) {
+    let answer = move |reply: ReplyWrite, done: Result<()>| match done {
+        Ok(()) => {
+            METRICS.writes.fetch_add(1, Ordering::Relaxed);
+            METRICS
+                .written_bytes
+                .fetch_add(length as u64, Ordering::Relaxed);
+            // At most MAX_REQUEST.
+            reply.written(length as u32);
+        }
+        Err(error) => reply.error(errno(&error)),
+    };
+    match done {
+        Ok(true) => strand.submit(move || answer(reply, disk.write_out())),
+        done => answer(reply, done.map(|_| ())),
+    }
+}
+
+fn answer_zero(reply: ReplyEmpty, done: Result<()>) {
+    match done {
+        Ok(()) => {
+            METRICS.discards.fetch_add(1, Ordering::Relaxed);
+            reply.ok();
+        }
+        Err(error) => reply.error(errno(&error)),
     }
 }
 

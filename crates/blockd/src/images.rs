@@ -15,6 +15,7 @@ use crate::frozen::Frozen;
 use crate::layer::LayerStore;
 use crate::pool::Pool;
 use crate::stack::Stack;
+use crate::strand::Strand;
 use crate::upper::Upper;
 
 const PAGE: u64 = 4096;
@@ -145,12 +146,10 @@ impl Images {
         };
         let (content, shared) = match (request.kind, &request.upper) {
             (Kind::Disk, Some(upper)) => (
-                Content::Disk(Arc::new(Disk::open(
-                    &self.store,
-                    stack,
-                    upper,
-                    request.size,
-                )?)),
+                Content::Disk(
+                    Arc::new(Disk::open(&self.store, stack, upper, request.size)?),
+                    Strand::new(self.pool.clone()),
+                ),
                 None,
             ),
             (Kind::Disk, None) => (
@@ -215,7 +214,7 @@ impl Images {
     pub fn flush(&self, id: &str) -> Result<()> {
         let image = self.find(id)?;
         match &image.content {
-            Content::Disk(disk) => disk.flush(),
+            Content::Disk(disk, _) => disk.flush(),
             Content::FrozenDisk(frozen) | Content::Memory(frozen) => {
                 let layers = frozen.stack().map_or(&[][..], Stack::layers);
                 layers
@@ -231,12 +230,12 @@ impl Images {
         let _claim = self.claim(id);
         let image = self.find(id)?;
         let flushed = match &image.content {
-            Content::Disk(disk) if !discard => disk.flush(),
+            Content::Disk(disk, _) if !discard => disk.flush(),
             _ => Ok(()),
         };
         self.table.lock().open.remove(id);
         match &image.content {
-            Content::Disk(disk) => disk.close(),
+            Content::Disk(disk, _) => disk.close(),
             // The other ids that share it still use it.
             Content::Memory(_) if Arc::strong_count(&image.export) > 1 => {}
             Content::FrozenDisk(frozen) | Content::Memory(frozen) => frozen.close(),
@@ -277,7 +276,7 @@ impl Images {
 
     fn disk(&self, id: &str) -> Result<Arc<Disk>> {
         match &self.find(id)?.content {
-            Content::Disk(disk) => Ok(disk.clone()),
+            Content::Disk(disk, _) => Ok(disk.clone()),
             _ => Err(Error::conflict(format!("image {id} is not writable"))),
         }
     }
@@ -297,7 +296,7 @@ impl Images {
 
     fn describe(&self, image: &Image) -> Description {
         let (size, layers, pending, upper_bytes, failed) = match &image.content {
-            Content::Disk(disk) => (
+            Content::Disk(disk, _) => (
                 disk.size(),
                 disk.layers(),
                 false,

@@ -34,6 +34,7 @@ mod pool;
 mod process;
 mod server;
 mod stack;
+mod strand;
 #[cfg(test)]
 mod testing;
 mod upper;
@@ -57,8 +58,8 @@ use crate::mount::Mount;
 use crate::pool::Pool;
 
 const USAGE: &str = "usage: blockd --socket PATH --mount DIR --uid N [--log PATH]";
-/// For flushes and for what waits on a seal.
-const POOL_THREADS: usize = 8;
+/// For flushes, write-outs and what waits on a seal; a disk uses one of them at a time.
+const POOL_THREADS: usize = 16;
 
 /// Exit statuses, as in sysexits.h.
 const EXIT_USAGE: u8 = 64;
@@ -131,8 +132,8 @@ fn serve(arguments: &Arguments, mount: Mount, device: OwnedFd) -> Result<()> {
     let files = HostFiles::new(Some(mount.device)).context(|| "read the boot id".into())?;
     let pool = Arc::new(Pool::new(POOL_THREADS).context(|| "start threads".into())?);
     let exports = Exports::new();
-    let session = start_session(device, exports.clone(), pool.clone())
-        .context(|| "start the FUSE session".into())?;
+    let session =
+        start_session(device, exports.clone()).context(|| "start the FUSE session".into())?;
     let store = LayerStore::new(Arc::new(files));
     let images = Images::new(store, exports, pool, arguments.mount.clone());
     let api = Arc::new(Api {
@@ -168,7 +169,6 @@ fn serve(arguments: &Arguments, mount: Mount, device: OwnedFd) -> Result<()> {
 fn start_session(
     device: OwnedFd,
     exports: Arc<Exports>,
-    pool: Arc<Pool>,
 ) -> std::io::Result<fuser::BackgroundSession> {
     let cpus = std::thread::available_parallelism().map_or(2, usize::from);
     let mut config = fuser::Config::default();
@@ -176,7 +176,7 @@ fn start_session(
     config.n_threads = Some((2 * cpus).clamp(4, 32));
     config.acl = fuser::SessionACL::All;
     fuser::Session::from_fd(
-        fuse::FileSystem::new(exports, pool),
+        fuse::FileSystem::new(exports),
         device,
         fuser::SessionACL::All,
         config,

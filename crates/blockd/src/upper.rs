@@ -36,6 +36,8 @@ pub struct Upper {
     next: AtomicU64,
     /// Entries in the index file.
     entries: Mutex<u64>,
+    /// Pieces of [`WRITE_OUT`] bytes that are being written out, or are.
+    written_out: Mutex<u64>,
 }
 
 fn data_path(directory: &Path) -> PathBuf {
@@ -157,6 +159,7 @@ impl Upper {
             index,
             next: AtomicU64::new(FIRST_DATA_SECTOR),
             entries: Mutex::new(0),
+            written_out: Mutex::new(0),
         })
     }
 
@@ -225,6 +228,7 @@ impl Upper {
             index,
             next: AtomicU64::new(next),
             entries: Mutex::new(entries),
+            written_out: Mutex::new(next * SECTOR / WRITE_OUT),
         };
         if foreign {
             upper.sync(files, entries).context(what)?;
@@ -253,18 +257,22 @@ impl Upper {
         Ok(sector)
     }
 
-    /// Keeps what is not on disk yet bounded; to be called after each append, with its place. After
-    /// a failure the kernel may have dropped data.
-    pub fn write_out(&self, sector: u64, length: u64) -> std::io::Result<()> {
-        let start = sector * SECTOR;
-        let piece = (start + length) / WRITE_OUT;
-        if piece > start / WRITE_OUT {
-            self.data
-                .write_out((piece - 1) * WRITE_OUT, WRITE_OUT, false)?;
-            if piece > IN_FLIGHT {
-                self.data
-                    .write_out((piece - 1 - IN_FLIGHT) * WRITE_OUT, WRITE_OUT, true)?;
+    /// Whether an append of `length` bytes at `sector` has filled a piece, so that [`Self::write_out`]
+    /// is due before the write is answered.
+    pub fn fills_piece(sector: u64, length: u64) -> bool {
+        (sector * SECTOR + length) / WRITE_OUT > sector * SECTOR / WRITE_OUT
+    }
+
+    /// Keeps what is not on disk yet bounded: starts to write out all full pieces, and waits for
+    /// those that should be done. After a failure the kernel may have dropped data.
+    pub fn write_out(&self) -> std::io::Result<()> {
+        let mut piece = self.written_out.lock();
+        while (*piece + 1) * WRITE_OUT <= self.data_bytes() {
+            self.data.write_out(*piece * WRITE_OUT, WRITE_OUT, false)?;
+            if let Some(oldest) = piece.checked_sub(IN_FLIGHT) {
+                self.data.write_out(oldest * WRITE_OUT, WRITE_OUT, true)?;
             }
+            *piece += 1;
         }
         Ok(())
     }
