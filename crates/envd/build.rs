@@ -11,7 +11,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let include = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR")?).join("../../proto");
     println!("cargo::rerun-if-changed={}", include.display());
     let descriptors = PathBuf::from(std::env::var("OUT_DIR")?).join("descriptors.bin");
-    std::fs::write(&descriptors, protox::compile(FILES, [&include])?.encode_to_vec())?;
+    std::fs::write(
+        &descriptors,
+        protox::compile(FILES, [&include])?.encode_to_vec(),
+    )?;
     connectrpc_build::Config::new()
         .descriptor_set(&descriptors)
         .files(&FILES)

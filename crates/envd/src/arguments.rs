@@ -25,7 +25,7 @@ impl Arguments {
 usage: envd --listen ADDRESS:PORT [--no-init] [--allow-local-control] [--manage-machine] [--cgroup DIR]
        envd --version
   --no-init              do not act as init, although this is process 1
-  --allow-local-control  serve the node's control calls on this listener
+  --allow-local-control  serve the node's control calls to this machine's own programs, too
   --manage-machine       let control calls set this machine's clock, host name and files in /etc
   --cgroup DIR           a cgroup v2 directory to keep user processes in; without one nothing can be frozen";
 }
@@ -44,12 +44,19 @@ impl Invocation {
         let mut listen = None;
         let (mut local_control, mut machine, mut cgroup) = (false, false, None);
         while let Some(argument) = arguments.next() {
-            let mut value = || arguments.next().ok_or_else(|| format!("{argument} needs a value"));
+            let mut value = || {
+                arguments
+                    .next()
+                    .ok_or_else(|| format!("{argument} needs a value"))
+            };
             match argument.as_str() {
                 "--version" => return Ok(Self::Version),
                 "--listen" => {
                     let text = value()?;
-                    listen = Some(text.parse().map_err(|error| format!("--listen {text}: {error}"))?);
+                    listen = Some(
+                        text.parse()
+                            .map_err(|error| format!("--listen {text}: {error}"))?,
+                    );
                 }
                 "--cgroup" => cgroup = Some(PathBuf::from(value()?)),
                 "--no-init" => {}
@@ -59,7 +66,12 @@ impl Invocation {
             }
         }
         let listen = listen.ok_or("--listen is required")?;
-        Ok(Self::Program(Arguments { listen, local_control, machine, cgroup }))
+        Ok(Self::Program(Arguments {
+            listen,
+            local_control,
+            machine,
+            cgroup,
+        }))
     }
 }
 
@@ -79,7 +91,8 @@ mod tests {
             machine: true,
             cgroup: Some("/x".into()),
         };
-        let line = "--listen 127.0.0.1:1 --no-init --allow-local-control --manage-machine --cgroup /x";
+        let line =
+            "--listen 127.0.0.1:1 --no-init --allow-local-control --manage-machine --cgroup /x";
         assert_eq!(parse(line), Ok(Invocation::Program(expected)));
         assert_eq!(parse("--version"), Ok(Invocation::Version));
     }

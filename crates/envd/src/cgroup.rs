@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! /sys/fs/cgroup/aenv.agent     the agent: protected memory, most of the CPU when it needs it
-//! /sys/fs/cgroup/user           every process of the sandbox: limits, freezer
-//! /sys/fs/cgroup/user/main      where processes start
-//! /sys/fs/cgroup/user/spare     where they start when a fork bomb has used up `main`'s share of process numbers
+//! /sys/fs/cgroup/user           every process of the sandbox: process numbers, freezer
+//! /sys/fs/cgroup/user/main      where processes start: its own limits of process numbers and memory
+//! /sys/fs/cgroup/user/spare     where they start when a fork bomb has filled `main`: to look around, and to end it
 //! ```
 
 use std::fs::{self, File};
@@ -19,12 +19,15 @@ use tokio::time::timeout;
 
 use crate::log;
 
-/// Process numbers kept from the sandbox, for the kernel and the agent.
-const PIDS_RESERVED: u64 = 512;
-/// Process numbers a full `main` leaves to `spare`.
+/// The sandbox's part of the process numbers that the kernel allows for this memory: it would let them fill an eighth of it.
+const PIDS_SHARE: u64 = 2;
+/// Of those, what a full `main` leaves to `spare`.
 const PIDS_SPARE: u64 = 1024;
-/// Memory kept from the sandbox: a hog meets its own limit before it drags the agent down.
-const MEMORY_RESERVED: u64 = 32 << 20;
+/// Memory protected for the agent.
+const MEMORY_AGENT: u64 = 32 << 20;
+/// Memory that a full `main` leaves to `spare`; the part of all memory that it is at most.
+const MEMORY_SPARE: u64 = 64 << 20;
+const MEMORY_SPARE_SHARE: u64 = 16;
 
 /// The groups of user processes, or none where the host gave us no control group.
 pub struct Cgroups {
@@ -41,7 +44,10 @@ struct UserGroups {
 
 impl Cgroups {
     pub fn none() -> Self {
-        Self { user: None, turn: tokio::sync::Mutex::default() }
+        Self {
+            user: None,
+            turn: tokio::sync::Mutex::default(),
+        }
     }
 
     /// Makes the groups below `hierarchy`, a cgroup2 mount that is ours alone, and moves this process into its own.
@@ -51,7 +57,7 @@ impl Cgroups {
         fs::write(agent.join("cgroup.procs"), "0")?;
         enable_controllers(hierarchy);
         set(&agent, "cpu.weight", "10000");
-        set(&agent, "memory.min", &MEMORY_RESERVED.to_string());
+        set(&agent, "memory.min", &MEMORY_AGENT.to_string());
         let groups = Self::at(&hierarchy.join("user"))?;
         groups.limit();
         Ok(groups)
@@ -66,26 +72,51 @@ impl Cgroups {
         };
         let (main, spare) = (open("main")?, open("spare")?);
         enable_controllers(root);
-        let user = UserGroups { root: root.to_owned(), main, spare };
-        Ok(Self { user: Some(user), turn: tokio::sync::Mutex::default() })
+        let user = UserGroups {
+            root: root.to_owned(),
+            main,
+            spare,
+        };
+        Ok(Self {
+            user: Some(user),
+            turn: tokio::sync::Mutex::default(),
+        })
     }
 
     /// Directories a process may start in, the preferred one first.
     pub fn starting_points(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.user.iter().flat_map(|groups| [groups.main.as_fd(), groups.spare.as_fd()])
+        self.user
+            .iter()
+            .flat_map(|groups| [groups.main.as_fd(), groups.spare.as_fd()])
     }
 
     fn limit(&self) {
-        let Some(UserGroups { root, .. }) = &self.user else { return };
+        let Some(UserGroups { root, .. }) = &self.user else {
+            return;
+        };
+        let (main, spare) = (root.join("main"), root.join("spare"));
         let numbers = ["/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max"].map(number);
         if let Some(most) = numbers.into_iter().flatten().min() {
-            let pids = most.saturating_sub(PIDS_RESERVED).max(most / 2);
+            let pids = most / PIDS_SHARE;
             set(root, "pids.max", &pids.to_string());
-            set(&root.join("main"), "pids.max", &(pids - PIDS_SPARE.min(pids / 8)).to_string());
+            set(
+                &main,
+                "pids.max",
+                &(pids - PIDS_SPARE.min(pids / 8)).to_string(),
+            );
         }
-        if let Some(total) = crate::metrics::memory().map(|memory| memory.total) {
-            set(root, "memory.max", &total.saturating_sub(MEMORY_RESERVED).to_string());
+        if let Some(memory) = crate::metrics::memory() {
+            let kept = MEMORY_SPARE.min(memory.total / MEMORY_SPARE_SHARE);
+            // Protection passes down only as far as the parent has it.
+            set(root, "memory.min", &kept.to_string());
+            set(&spare, "memory.min", &kept.to_string());
+            set(
+                &main,
+                "memory.max",
+                &memory.total.saturating_sub(MEMORY_AGENT + kept).to_string(),
+            );
         }
+        set(&spare, "cpu.weight", "1000");
     }
 
     /// Stops every user process.
@@ -93,11 +124,16 @@ impl Cgroups {
     /// Errors: why some run on; then all do, as before.
     pub async fn freeze(&self, within: Duration) -> Result<(), String> {
         let _turn = self.turn.lock().await;
-        let Some(groups) = &self.user else { return Err("there is no control group to freeze".into()) };
+        let Some(groups) = &self.user else {
+            return Err("there is no control group to freeze".into());
+        };
         let failure = match timeout(within, groups.set_frozen(true)).await {
             Ok(Ok(())) => return Ok(()),
             Ok(Err(error)) => format!("cannot freeze: {error}"),
-            Err(_) => format!("some processes did not stop within {} ms", within.as_millis()),
+            Err(_) => format!(
+                "some processes did not stop within {} ms",
+                within.as_millis()
+            ),
         };
         match groups.request(false) {
             Ok(()) => Err(failure),
@@ -117,7 +153,10 @@ impl Cgroups {
 
 impl UserGroups {
     fn request(&self, frozen: bool) -> io::Result<()> {
-        fs::write(self.root.join("cgroup.freeze"), if frozen { "1" } else { "0" })
+        fs::write(
+            self.root.join("cgroup.freeze"),
+            if frozen { "1" } else { "0" },
+        )
     }
 
     /// Returns when the kernel says that the state is reached, woken by its notification on cgroup.events.
@@ -132,7 +171,10 @@ impl UserGroups {
             // Reading the watched descriptor itself is what arms its next notification.
             let mut content = [0; 256];
             let length = rustix::io::pread(events.get_ref(), &mut content, 0)?;
-            if content[..length].split(|&byte| byte == b'\n').any(|line| line == wanted.as_bytes()) {
+            if content[..length]
+                .split(|&byte| byte == b'\n')
+                .any(|line| line == wanted.as_bytes())
+            {
                 return Ok(());
             }
             events.ready(Interest::PRIORITY).await?.clear_ready();
@@ -149,7 +191,10 @@ fn enable_controllers(group: &Path) {
 
 fn set(group: &Path, file: &str, value: &str) {
     if let Err(error) = fs::write(group.join(file), value) {
-        log::write(format_args!("{}/{file} = {value}: {error}", group.display()));
+        log::write(format_args!(
+            "{}/{file} = {value}: {error}",
+            group.display()
+        ));
     }
 }
 

@@ -1,12 +1,13 @@
-//! The node's control calls, docs/protocols/envd.md. They are routed only on a listener that nothing in the sandbox can reach.
+//! The node's control calls, docs/protocols/envd.md. To programs in the sandbox they do not exist.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::Bytes;
-use axum::extract::State;
+use axum::extract::{ConnectInfo, Request, State};
 use axum::http::StatusCode;
+use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Json, Router};
@@ -16,6 +17,7 @@ use buffa_types::google::protobuf::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::http::error::HttpError;
+use crate::http::not_found;
 use crate::log;
 use crate::machine::Machine;
 use crate::state::{Agent, blocking};
@@ -54,17 +56,51 @@ struct Frozen {
     reason: String,
 }
 
-pub fn routes() -> Router<Arc<Agent>> {
-    Router::new().route("/init", post(init)).route("/freeze", post(freeze)).route("/unfreeze", post(unfreeze))
+/// Whom a listener serves these calls to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Control {
+    Everybody,
+    /// Callers with an address that is not this machine's own.
+    Outsiders,
+    Nobody,
+}
+
+pub fn routes(control: Control) -> Router<Arc<Agent>> {
+    let routes = Router::new()
+        .route("/init", post(init))
+        .route("/freeze", post(freeze))
+        .route("/unfreeze", post(unfreeze));
+    match control {
+        Control::Everybody => routes,
+        Control::Outsiders => routes.layer(from_fn(only_outsiders)),
+        Control::Nobody => Router::new(),
+    }
+}
+
+async fn only_outsiders(
+    ConnectInfo(peer): ConnectInfo<SocketAddr>,
+    request: Request,
+    next: Next,
+) -> Response {
+    // The kernel binds a socket to an address just when it is one of this machine's.
+    if peer.ip().is_loopback() || UdpSocket::bind((peer.ip(), 0)).is_ok() {
+        return not_found(request).await.into_response();
+    }
+    next.run(request).await
 }
 
 /// The body is read whatever its content type says: it is the node's.
 fn parse<T: for<'a> Deserialize<'a>>(body: &[u8]) -> Result<T, HttpError> {
-    serde_json::from_slice(body).map_err(|error| HttpError::bad_request(format!("malformed request: {error}")))
+    serde_json::from_slice(body)
+        .map_err(|error| HttpError::bad_request(format!("malformed request: {error}")))
 }
 
 async fn init(State(agent): State<Arc<Agent>>, body: Bytes) -> Result<StatusCode, HttpError> {
-    let init: Init = if body.is_empty() { Init::default() } else { parse(&body)? };
+    let init: Init = if body.is_empty() {
+        Init::default()
+    } else {
+        parse(&body)?
+    };
     let entropy = init.entropy.as_deref().map(decode_entropy).transpose()?;
     let thaw = init.thaw;
     remember(&agent, &init);
@@ -81,9 +117,14 @@ async fn init(State(agent): State<Arc<Agent>>, body: Bytes) -> Result<StatusCode
 }
 
 fn decode_entropy(text: &str) -> Result<Vec<u8>, HttpError> {
-    let bytes = BASE64.decode(text).map_err(|error| HttpError::bad_request(format!("entropy: {error}")))?;
+    let bytes = BASE64
+        .decode(text)
+        .map_err(|error| HttpError::bad_request(format!("entropy: {error}")))?;
     if bytes.len() < ENTROPY_MIN_BYTES {
-        return Err(HttpError::bad_request(format!("entropy: {} bytes, at least 32 are needed", bytes.len())));
+        return Err(HttpError::bad_request(format!(
+            "entropy: {} bytes, at least 32 are needed",
+            bytes.len()
+        )));
     }
     Ok(bytes)
 }
@@ -96,7 +137,10 @@ fn remember(agent: &Agent, init: &Init) {
     if let Some(variables) = &init.env_vars {
         settings.variables.clone_from(variables);
     }
-    for (name, value) in [("E2B_SANDBOX_ID", &init.sandbox_id), ("E2B_TEMPLATE_ID", &init.template_id)] {
+    for (name, value) in [
+        ("E2B_SANDBOX_ID", &init.sandbox_id),
+        ("E2B_TEMPLATE_ID", &init.template_id),
+    ] {
         if let Some(value) = value {
             settings.identity.insert(name.to_owned(), value.clone());
         }
@@ -119,21 +163,46 @@ fn remember(agent: &Agent, init: &Init) {
 
 /// The clock and the random numbers must be right, or two sandboxes would share a state: their failure is the call's. An image
 /// whose /etc cannot be written, or says otherwise, is no reason to refuse it.
-fn change(machine: &Machine, agent: &Agent, init: &Init, entropy: Option<&[u8]>) -> Result<(), HttpError> {
+fn change(
+    machine: &Machine,
+    agent: &Agent,
+    init: &Init,
+    entropy: Option<&[u8]>,
+) -> Result<(), HttpError> {
     if let Some(bytes) = entropy {
-        machine.add_entropy(bytes).map_err(|error| HttpError::internal(format!("entropy: {error}")))?;
+        machine
+            .add_entropy(bytes)
+            .map_err(|error| HttpError::internal(format!("entropy: {error}")))?;
     }
     if let Some(timestamp) = &init.timestamp {
         let seconds = u64::try_from(timestamp.seconds);
-        let seconds = seconds.map_err(|_| HttpError::bad_request("timestamp: before 1970".into()))?;
+        let seconds =
+            seconds.map_err(|_| HttpError::bad_request("timestamp: before 1970".into()))?;
         let wall_clock = Duration::new(seconds, timestamp.nanos.unsigned_abs());
-        machine.set_clock(wall_clock).map_err(|error| HttpError::internal(format!("clock: {error}")))?;
+        machine
+            .set_clock(wall_clock)
+            .map_err(|error| HttpError::internal(format!("clock: {error}")))?;
     }
     let identity = agent.settings().identity.clone();
     let files = [
-        ("hostname", init.hostname.as_deref().map(|name| machine.set_hostname(name))),
-        ("machineId", init.machine_id.as_deref().map(|id| machine.set_machine_id(id))),
-        ("dnsServers", init.dns_servers.as_deref().map(|servers| machine.set_dns_servers(servers))),
+        (
+            "hostname",
+            init.hostname
+                .as_deref()
+                .map(|name| machine.set_hostname(name)),
+        ),
+        (
+            "machineId",
+            init.machine_id
+                .as_deref()
+                .map(|id| machine.set_machine_id(id)),
+        ),
+        (
+            "dnsServers",
+            init.dns_servers
+                .as_deref()
+                .map(|servers| machine.set_dns_servers(servers)),
+        ),
         ("sandboxId", Some(machine.set_identity(&identity))),
     ];
     for (field, outcome) in files {
@@ -152,11 +221,26 @@ fn change(machine: &Machine, agent: &Agent, init: &Init, entropy: Option<&[u8]>)
 async fn freeze(State(agent): State<Arc<Agent>>, body: Bytes) -> Result<Response, HttpError> {
     let within = Duration::from_millis(parse::<Freeze>(&body)?.timeout_ms);
     let started = Instant::now();
-    let synced = tokio::time::timeout(within / 2, blocking(rustix::fs::sync)).await.is_ok();
-    let answer = match agent.cgroups.freeze(within.saturating_sub(started.elapsed())).await {
-        Ok(()) if synced => Frozen { frozen: true, reason: String::new() },
-        Ok(()) => Frozen { frozen: true, reason: "file systems were still being written out".into() },
-        Err(reason) => Frozen { frozen: false, reason },
+    let synced = tokio::time::timeout(within / 2, blocking(rustix::fs::sync))
+        .await
+        .is_ok();
+    let answer = match agent
+        .cgroups
+        .freeze(within.saturating_sub(started.elapsed()))
+        .await
+    {
+        Ok(()) if synced => Frozen {
+            frozen: true,
+            reason: String::new(),
+        },
+        Ok(()) => Frozen {
+            frozen: true,
+            reason: "file systems were still being written out".into(),
+        },
+        Err(reason) => Frozen {
+            frozen: false,
+            reason,
+        },
     };
     Ok(Json(answer).into_response())
 }

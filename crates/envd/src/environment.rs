@@ -10,7 +10,11 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 /// The absolute path a request means: `~` is the user's home, a relative path starts there, `""` is the default directory, and
 /// the home without one. Purely textual: nothing is looked up, and `..` is left to the kernel.
 pub fn resolve(path: &str, user: &User, default: Option<&str>) -> PathBuf {
-    let path = if path.is_empty() { default.unwrap_or("~") } else { path };
+    let path = if path.is_empty() {
+        default.unwrap_or("~")
+    } else {
+        path
+    };
     match path.strip_prefix('~') {
         Some("") => user.home.clone(),
         Some(rest) if rest.starts_with('/') => user.home.join(rest.trim_start_matches('/')),
@@ -31,7 +35,9 @@ pub fn variables(
         ("LOGNAME", user.name.clone()),
     ];
     let account = account.map(|(name, value)| (name.to_owned(), value));
-    let sandbox = sandbox.iter().map(|(name, value)| (name.clone(), value.clone()));
+    let sandbox = sandbox
+        .iter()
+        .map(|(name, value)| (name.clone(), value.clone()));
     account.into_iter().chain(sandbox).chain(request).collect()
 }
 
@@ -40,7 +46,13 @@ mod tests {
     use super::*;
 
     fn user() -> User {
-        User { name: "ann".into(), uid: 1, gid: 1, groups: vec![1], home: "/home/ann".into() }
+        User {
+            name: "ann".into(),
+            uid: 1,
+            gid: 1,
+            groups: vec![1],
+            home: "/home/ann".into(),
+        }
     }
 
     #[test]
@@ -56,7 +68,11 @@ mod tests {
             ("/etc/../x", None, "/etc/../x"),
         ];
         for (path, default, expected) in cases {
-            assert_eq!(resolve(path, &user(), default), Path::new(expected), "{path:?}");
+            assert_eq!(
+                resolve(path, &user(), default),
+                Path::new(expected),
+                "{path:?}"
+            );
         }
     }
 

@@ -30,12 +30,20 @@ pub struct Machine;
 impl Machine {
     /// Steps the wall clock to `since_epoch` unless it is right to 20 ms.
     pub fn set_clock(&self, since_epoch: Duration) -> io::Result<()> {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
         if now.abs_diff(since_epoch) <= CLOCK_TOLERANCE {
             return Ok(());
         }
         let tv_sec = i64::try_from(since_epoch.as_secs()).map_err(io::Error::other)?;
-        clock_settime(ClockId::Realtime, Timespec { tv_sec, tv_nsec: since_epoch.subsec_nanos().into() })?;
+        clock_settime(
+            ClockId::Realtime,
+            Timespec {
+                tv_sec,
+                tv_nsec: since_epoch.subsec_nanos().into(),
+            },
+        )?;
         Ok(())
     }
 
@@ -62,19 +70,28 @@ impl Machine {
     /// Sets the kernel's host name, /etc/hostname, and the name's line in /etc/hosts.
     pub fn set_hostname(&self, name: &str) -> io::Result<()> {
         if !is_hostname(name) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a host name"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "not a host name",
+            ));
         }
         rustix::system::sethostname(name.as_bytes())?;
         smallfile::replace(Path::new("/etc/hostname"), format!("{name}\n").as_bytes())?;
         let hosts = Path::new("/etc/hosts");
         let old = smallfile::read(hosts).unwrap_or_default();
-        smallfile::replace(hosts, with_own_name(&String::from_utf8_lossy(&old), name).as_bytes())
+        smallfile::replace(
+            hosts,
+            with_own_name(&String::from_utf8_lossy(&old), name).as_bytes(),
+        )
     }
 
     /// Replaces /etc/machine-id where the image has one.
     pub fn set_machine_id(&self, id: &str) -> io::Result<()> {
         if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not 32 hex digits"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "not 32 hex digits",
+            ));
         }
         let path = Path::new("/etc/machine-id");
         if path.symlink_metadata().is_err() {
@@ -85,14 +102,23 @@ impl Machine {
 
     /// Writes /etc/resolv.conf.
     pub fn set_dns_servers(&self, servers: &[std::net::IpAddr]) -> io::Result<()> {
-        let lines: String = servers.iter().map(|server| format!("nameserver {server}\n")).collect();
+        let lines: String = servers
+            .iter()
+            .map(|server| format!("nameserver {server}\n"))
+            .collect();
         smallfile::replace(Path::new("/etc/resolv.conf"), lines.as_bytes())
     }
 
     /// Writes the files by which programs recognise the sandbox, in /run/e2b.
-    pub fn set_identity<'a>(&self, variables: impl IntoIterator<Item = (&'a String, &'a String)>) -> io::Result<()> {
+    pub fn set_identity<'a>(
+        &self,
+        variables: impl IntoIterator<Item = (&'a String, &'a String)>,
+    ) -> io::Result<()> {
         for (name, value) in variables {
-            smallfile::replace(&Path::new("/run/e2b").join(format!(".{name}")), value.as_bytes())?;
+            smallfile::replace(
+                &Path::new("/run/e2b").join(format!(".{name}")),
+                value.as_bytes(),
+            )?;
         }
         Ok(())
     }
@@ -107,7 +133,10 @@ fn is_hostname(name: &str) -> bool {
 fn with_own_name(hosts: &str, name: &str) -> String {
     let own = |line: &&str| line.split_whitespace().next() == Some("127.0.1.1");
     let mut lines: Vec<&str> = hosts.lines().filter(|line| !own(line)).collect();
-    if !lines.iter().any(|line| line.split_whitespace().any(|word| word == "localhost")) {
+    if !lines
+        .iter()
+        .any(|line| line.split_whitespace().any(|word| word == "localhost"))
+    {
         lines.insert(0, "127.0.0.1 localhost");
     }
     format!("{}\n127.0.1.1 {name}\n", lines.join("\n"))
@@ -119,9 +148,15 @@ mod tests {
 
     #[test]
     fn hosts_keeps_what_is_not_ours() {
-        assert_eq!(with_own_name("", "new"), "127.0.0.1 localhost\n127.0.1.1 new\n");
+        assert_eq!(
+            with_own_name("", "new"),
+            "127.0.0.1 localhost\n127.0.1.1 new\n"
+        );
         let old = "127.0.0.1 localhost\n127.0.1.1 old\n10.0.0.1 db\n";
-        assert_eq!(with_own_name(old, "new"), "127.0.0.1 localhost\n10.0.0.1 db\n127.0.1.1 new\n");
+        assert_eq!(
+            with_own_name(old, "new"),
+            "127.0.0.1 localhost\n10.0.0.1 db\n127.0.1.1 new\n"
+        );
     }
 
     #[test]

@@ -30,7 +30,6 @@ mod proto {
 use std::process::ExitCode;
 
 use arguments::{Arguments, Invocation};
-use boot::Listeners;
 
 /// The version of E2B's envd whose behaviour SDKs may expect of this one.
 pub const ENVD_VERSION: &str = "0.6.13";
@@ -60,15 +59,16 @@ fn main() -> ExitCode {
 }
 
 fn serve(started: boot::Started) -> std::io::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     runtime.block_on(async {
-        let Listeners { trusted, untrusted } = started.listeners;
         let agent = state::Agent::new(started.cgroups, started.machine)?;
-        let serving = [(trusted, true), (untrusted, false)]
-            .into_iter()
-            .filter_map(|(listener, control)| Some((listener?, control)))
-            .map(|(listener, control)| http::serve(listener, http::router(agent.clone(), control)));
+        let serve =
+            |(listener, control)| http::serve(listener, http::router(agent.clone(), control));
         log::write(format_args!("{ENVD_VERSION} serving"));
-        futures::future::try_join_all(serving).await.map(drop)
+        futures::future::try_join_all(started.listeners.into_iter().map(serve))
+            .await
+            .map(drop)
     })
 }

@@ -44,13 +44,23 @@ pub struct Metrics {
 
 impl Metrics {
     pub fn report(&self, lifecycle_id: String) -> Report {
-        let memory = memory().unwrap_or(Memory { total: 0, available: 0, cached: 0 });
+        let memory = memory().unwrap_or(Memory {
+            total: 0,
+            available: 0,
+            cached: 0,
+        });
         let used = memory.total.saturating_sub(memory.available);
         let (disk_total, disk_used) = rustix::fs::statvfs("/").map_or((0, 0), |disk| {
-            (disk.f_blocks * disk.f_frsize, disk.f_blocks.saturating_sub(disk.f_bfree) * disk.f_frsize)
+            (
+                disk.f_blocks * disk.f_frsize,
+                disk.f_blocks.saturating_sub(disk.f_bfree) * disk.f_frsize,
+            )
         });
         Report {
-            ts: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+            ts: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default()
+                .as_secs(),
             cpu_count: std::thread::available_parallelism().map_or(1, usize::from),
             cpu_used_pct: self.cpu_used_percent(),
             mem_total: memory.total,
@@ -65,29 +75,55 @@ impl Metrics {
     }
 
     fn cpu_used_percent(&self) -> f32 {
-        let now = fs::read_to_string("/proc/stat").ok().and_then(|stat| cpu_time(&stat)).unwrap_or_default();
+        let now = fs::read_to_string("/proc/stat")
+            .ok()
+            .and_then(|stat| cpu_time(&stat))
+            .unwrap_or_default();
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let (busy, total) = (now.busy.saturating_sub(last.busy), now.total.saturating_sub(last.total));
+        let (busy, total) = (
+            now.busy.saturating_sub(last.busy),
+            now.total.saturating_sub(last.total),
+        );
         *last = now;
-        if total == 0 { 0.0 } else { busy as f32 * 100.0 / total as f32 }
+        if total == 0 {
+            0.0
+        } else {
+            busy as f32 * 100.0 / total as f32
+        }
     }
 }
 
 pub fn memory() -> Option<Memory> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let value = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
         Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
     };
-    Some(Memory { total: value("MemTotal")?, available: value("MemAvailable")?, cached: value("Cached")? })
+    Some(Memory {
+        total: value("MemTotal")?,
+        available: value("MemAvailable")?,
+        cached: value("Cached")?,
+    })
 }
 
 /// Sums the first line of /proc/stat; idle and iowait are its fourth and fifth number.
 fn cpu_time(stat: &str) -> Option<CpuTime> {
-    let numbers = stat.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
-    let ticks: Vec<u64> = numbers.filter_map(|number| number.parse().ok()).take(8).collect();
+    let numbers = stat
+        .lines()
+        .next()?
+        .strip_prefix("cpu ")?
+        .split_whitespace();
+    let ticks: Vec<u64> = numbers
+        .filter_map(|number| number.parse().ok())
+        .take(8)
+        .collect();
     let total: u64 = ticks.iter().sum();
-    Some(CpuTime { busy: total - ticks.get(3)? - ticks.get(4)?, total })
+    Some(CpuTime {
+        busy: total - ticks.get(3)? - ticks.get(4)?,
+        total,
+    })
 }
 
 #[cfg(test)]

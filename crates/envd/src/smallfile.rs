@@ -9,9 +9,15 @@ const LIMIT_BYTES: u64 = 1 << 20;
 
 /// At most the first MiB of a regular file. Never waits on a FIFO or a terminal.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)?;
     if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "not a regular file",
+        ));
     }
     let mut content = Vec::new();
     file.take(LIMIT_BYTES).read_to_end(&mut content)?;

@@ -45,9 +45,18 @@ impl Agent {
     /// Starts reaping children, too: call it within the runtime.
     pub fn new(cgroups: Cgroups, machine: Option<Machine>) -> io::Result<Arc<Self>> {
         let identity = BTreeMap::from([("E2B_SANDBOX".to_owned(), "true".to_owned())]);
-        let settings = Mutex::new(Settings { identity, ..Settings::default() });
+        let settings = Mutex::new(Settings {
+            identity,
+            ..Settings::default()
+        });
         let processes = Table::new()?;
-        Ok(Arc::new(Self { processes, cgroups, machine, metrics: Metrics::default(), settings }))
+        Ok(Arc::new(Self {
+            processes,
+            cgroups,
+            machine,
+            metrics: Metrics::default(),
+            settings,
+        }))
     }
 
     pub fn settings(&self) -> MutexGuard<'_, Settings> {
@@ -60,7 +69,11 @@ impl Agent {
     /// Errors: the name nobody has.
     pub fn user(&self, name: Option<&str>) -> Result<User, String> {
         let default = self.settings().default_user.clone();
-        let name = name.filter(|name| !name.is_empty()).map(str::to_owned).or(default).unwrap_or_else(|| "user".into());
+        let name = name
+            .filter(|name| !name.is_empty())
+            .map(str::to_owned)
+            .or(default)
+            .unwrap_or_else(|| "user".into());
         let user = Accounts::load().find(&name).ok_or(name)?;
         if user.name == "user" && !user.home.exists() {
             // Made on first use, so that an image that is only read stays as it is. Without it the user still works, at `/`.
@@ -71,6 +84,10 @@ impl Agent {
 }
 
 /// Runs what may block off the agent's thread. A panic in it reaches only its caller, as an error.
-pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
-    tokio::task::spawn_blocking(work).await.map_err(io::Error::other)
+pub async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<T> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(io::Error::other)
 }

@@ -48,8 +48,14 @@ impl Accounts {
     }
 
     fn parse(passwd: &[u8], group: &[u8]) -> Self {
-        let accounts = passwd.split(|&byte| byte == b'\n').filter_map(parse_account).collect();
-        let groups = group.split(|&byte| byte == b'\n').filter_map(parse_group).collect();
+        let accounts = passwd
+            .split(|&byte| byte == b'\n')
+            .filter_map(parse_account)
+            .collect();
+        let groups = group
+            .split(|&byte| byte == b'\n')
+            .filter_map(parse_group)
+            .collect();
         Self { accounts, groups }
     }
 
@@ -73,13 +79,28 @@ impl Accounts {
         if !groups.contains(&gid) {
             groups.insert(0, gid);
         }
-        Some(User { name: account.name, uid: account.uid, gid, groups, home: account.home })
+        Some(User {
+            name: account.name,
+            uid: account.uid,
+            gid,
+            groups,
+            home: account.home,
+        })
     }
 
     /// The name of a uid, or the number itself.
     pub fn user_name(&self, uid: u32) -> String {
-        let builtin = || builtins().into_iter().find(|account| account.uid == uid).map(|account| account.name);
-        let listed = self.accounts.iter().find(|account| account.uid == uid).map(|account| account.name.clone());
+        let builtin = || {
+            builtins()
+                .into_iter()
+                .find(|account| account.uid == uid)
+                .map(|account| account.name)
+        };
+        let listed = self
+            .accounts
+            .iter()
+            .find(|account| account.uid == uid)
+            .map(|account| account.name.clone());
         listed.or_else(builtin).unwrap_or_else(|| uid.to_string())
     }
 
@@ -104,26 +125,57 @@ impl Accounts {
             return Some(account);
         }
         let uid: u32 = name.parse().ok()?;
-        let listed = self.accounts.iter().find(|account| account.uid == uid).cloned();
-        Some(listed.unwrap_or_else(|| Account { name: name.into(), uid, gid: 0, home: "/".into() }))
+        let listed = self
+            .accounts
+            .iter()
+            .find(|account| account.uid == uid)
+            .cloned();
+        Some(listed.unwrap_or_else(|| Account {
+            name: name.into(),
+            uid,
+            gid: 0,
+            home: "/".into(),
+        }))
     }
 
     fn gid(&self, group: &str) -> Option<u32> {
-        let named = self.groups.iter().find(|entry| entry.name == group).map(|entry| entry.gid);
+        let named = self
+            .groups
+            .iter()
+            .find(|entry| entry.name == group)
+            .map(|entry| entry.gid);
         named.or_else(|| group.parse().ok())
     }
 
     fn groups_of(&self, name: &str) -> Vec<u32> {
         let has = |group: &&Group| group.members.iter().any(|member| member == name);
-        self.groups.iter().filter(has).map(|group| group.gid).collect()
+        self.groups
+            .iter()
+            .filter(has)
+            .map(|group| group.gid)
+            .collect()
     }
 }
 
 fn builtins() -> [Account; 2] {
-    let root_home = if Path::new("/root").is_dir() { "/root" } else { "/" };
+    let root_home = if Path::new("/root").is_dir() {
+        "/root"
+    } else {
+        "/"
+    };
     [
-        Account { name: "root".into(), uid: 0, gid: 0, home: root_home.into() },
-        Account { name: "user".into(), uid: 1000, gid: 1000, home: "/home/user".into() },
+        Account {
+            name: "root".into(),
+            uid: 0,
+            gid: 0,
+            home: root_home.into(),
+        },
+        Account {
+            name: "user".into(),
+            uid: 1000,
+            gid: 1000,
+            home: "/home/user".into(),
+        },
     ]
 }
 
@@ -137,7 +189,9 @@ fn number(field: &[u8]) -> Option<u32> {
 
 fn parse_account(line: &[u8]) -> Option<Account> {
     let fields: Vec<&[u8]> = line.split(|&byte| byte == b':').collect();
-    let &[name, _, uid, gid, _, home, ..] = fields.as_slice() else { return None };
+    let &[name, _, uid, gid, _, home, ..] = fields.as_slice() else {
+        return None;
+    };
     if name.is_empty() {
         return None;
     }
@@ -152,9 +206,19 @@ fn parse_account(line: &[u8]) -> Option<Account> {
 
 fn parse_group(line: &[u8]) -> Option<Group> {
     let fields: Vec<&[u8]> = line.split(|&byte| byte == b':').collect();
-    let &[name, _, gid, members, ..] = fields.as_slice() else { return None };
-    let members = members.split(|&byte| byte == b',').filter(|member| !member.is_empty()).map(text).collect();
-    Some(Group { name: text(name), gid: number(gid)?, members })
+    let &[name, _, gid, members, ..] = fields.as_slice() else {
+        return None;
+    };
+    let members = members
+        .split(|&byte| byte == b',')
+        .filter(|member| !member.is_empty())
+        .map(text)
+        .collect();
+    Some(Group {
+        name: text(name),
+        gid: number(gid)?,
+        members,
+    })
 }
 
 #[cfg(test)]
@@ -167,7 +231,10 @@ mod tests {
     #[test]
     fn finds_an_account_with_its_groups() {
         let ann = Accounts::parse(PASSWD, GROUP).find("ann").unwrap();
-        assert_eq!((ann.uid, ann.gid, ann.home.to_str()), (1001, 1001, Some("/home/ann")));
+        assert_eq!(
+            (ann.uid, ann.gid, ann.home.to_str()),
+            (1001, 1001, Some("/home/ann"))
+        );
         assert_eq!(ann.groups, [1001, 10]);
     }
 
@@ -176,7 +243,10 @@ mod tests {
         let accounts = Accounts::parse(PASSWD, GROUP);
         assert_eq!(accounts.find("1001").unwrap().name, "ann");
         let stranger = accounts.find("4242:wheel").unwrap();
-        assert_eq!((stranger.uid, stranger.gid, stranger.groups), (4242, 10, vec![10]));
+        assert_eq!(
+            (stranger.uid, stranger.gid, stranger.groups),
+            (4242, 10, vec![10])
+        );
         assert_eq!(accounts.find("ann:7").unwrap().groups, [7]);
         assert_eq!(accounts.find("ann:nobody"), None);
         assert_eq!(accounts.find("bad"), None);
@@ -188,7 +258,10 @@ mod tests {
         let accounts = Accounts::default();
         assert_eq!(accounts.find("root").unwrap().uid, 0);
         let user = accounts.find("user").unwrap();
-        assert_eq!((user.uid, user.gid, user.home.to_str()), (1000, 1000, Some("/home/user")));
+        assert_eq!(
+            (user.uid, user.gid, user.home.to_str()),
+            (1000, 1000, Some("/home/user"))
+        );
         assert_eq!(accounts.user_name(1000), "user");
         assert_eq!(accounts.group_name(77), "77");
         assert_eq!(accounts.find("nobody"), None);

@@ -28,6 +28,8 @@ _LONGEST_ATTEMPT_S = 4.0
 gets twice the time of the one before, for a guest that is there but slow."""
 _REFUSED_PAUSE_S = 0.005
 """The guest's kernel answers but its agent does not listen yet."""
+_ANSWER_S = 5.0
+"""What a guest that keeps a deadline of its own may take to say so."""
 _END_OF_STREAM = 0x02
 _FRAME_HEAD = struct.Struct(">BI")
 
@@ -147,9 +149,9 @@ class EnvdClient:
             self._token = request.access_token or None
 
     async def freeze(self, timeout_s: float) -> FreezeResult:
-        """Stop all user processes, within `timeout_s`; the answer may take a second longer."""
+        """Stop all user processes, within `timeout_s`; a guest under load may take some seconds longer to answer."""
         body = {"timeoutMs": round(timeout_s * 1000)}
-        answer = await self._call("POST", "/freeze", body, timeout_s + 1)
+        answer = await self._call("POST", "/freeze", body, timeout_s + _ANSWER_S)
         return FreezeResult(frozen=bool(answer["frozen"]), reason=str(answer.get("reason", "")))
 
     async def unfreeze(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
@@ -176,7 +178,7 @@ class EnvdClient:
         body = _FRAME_HEAD.pack(0, len(message)) + message
         collected: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         end: dict[str, Any] | None = None
-        async with self._answer("POST", "/process.Process/Start", body, headers, timeout_s + 1) as response:
+        async with self._answer("POST", "/process.Process/Start", body, headers, timeout_s + _ANSWER_S) as response:
             async for received in _messages(response):
                 event = received.get("event", {})
                 for stream, data in event.get("data", {}).items():

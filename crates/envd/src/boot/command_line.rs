@@ -26,19 +26,34 @@ impl CommandLine {
         let value = |name: &str| {
             let given = text.split_ascii_whitespace().rev();
             let mut values = given.filter_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-            values.next().ok_or_else(|| format!("kernel command line: {name} is missing"))
+            values
+                .next()
+                .ok_or_else(|| format!("kernel command line: {name} is missing"))
         };
-        let wrong = |name: &str, text: &str| format!("kernel command line: {name}={text}: not what it should be");
+        let wrong = |name: &str, text: &str| {
+            format!("kernel command line: {name}={text}: not what it should be")
+        };
         let address = value("aenv.address")?;
-        let parts = address.split_once('/').and_then(|(ip, prefix)| Some((ip.parse().ok()?, prefix.parse().ok()?)));
-        let (ip, prefix) = parts.filter(|(_, prefix)| *prefix <= 32).ok_or_else(|| wrong("aenv.address", address))?;
+        let parts = address
+            .split_once('/')
+            .and_then(|(ip, prefix)| Some((ip.parse().ok()?, prefix.parse().ok()?)));
+        let (ip, prefix) = parts
+            .filter(|(_, prefix)| *prefix <= 32)
+            .ok_or_else(|| wrong("aenv.address", address))?;
         let gateway = value("aenv.gateway")?;
         let root = PathBuf::from(value("aenv.root")?);
         if !root.is_absolute() {
             return Err(wrong("aenv.root", &root.to_string_lossy()));
         }
-        let gateway = gateway.parse().map_err(|_| wrong("aenv.gateway", gateway))?;
-        Ok(Self { address: ip, prefix, gateway, root })
+        let gateway = gateway
+            .parse()
+            .map_err(|_| wrong("aenv.gateway", gateway))?;
+        Ok(Self {
+            address: ip,
+            prefix,
+            gateway,
+            root,
+        })
     }
 }
 
@@ -61,7 +76,10 @@ mod tests {
     #[test]
     fn names_what_is_wrong() {
         let parse = |text: &str| CommandLine::parse(text).unwrap_err();
-        assert_eq!(parse("quiet"), "kernel command line: aenv.address is missing");
+        assert_eq!(
+            parse("quiet"),
+            "kernel command line: aenv.address is missing"
+        );
         assert!(parse("aenv.address=1.2.3.4/33").contains("aenv.address=1.2.3.4/33"));
         assert!(parse("aenv.address=1.2.3.4").contains("aenv.address"));
         let rest = "aenv.address=1.2.3.4/8 aenv.root=vda aenv.gateway=1.2.3.5";

@@ -1,7 +1,8 @@
 //! From the first instruction of PID 1 to the point where the agent can serve; and the little that an ordinary program needs.
 //!
 //! ```text
-//! initramfs: /proc /sys /dev → modules → root disk on /sysroot → its mounts → network → initramfs emptied → /sysroot is /
+//! initramfs: /proc /sys /dev → modules → root disk on /sysroot → its mounts → initramfs emptied → /sysroot is /
+//!            → control groups → listening sockets → network
 //! ```
 //!
 //! A step that the sandbox cannot live without ends the boot with an error, which the kernel turns into a panic on the console.
@@ -22,6 +23,7 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::arguments::Arguments;
 use crate::cgroup::Cgroups;
+use crate::control::Control;
 use crate::machine::Machine;
 use crate::{PORT, log};
 use command_line::CommandLine;
@@ -34,17 +36,15 @@ const CGROUPS: &str = "/sys/fs/cgroup";
 /// How long devices may take to appear.
 const DEVICES_WITHIN: Duration = Duration::from_secs(30);
 /// Descriptors of the agent, and of every process it starts.
-const OPEN_FILES: Rlimit = Rlimit { current: Some(65_536), maximum: Some(1 << 20) };
-
-/// Where to listen. Only on the trusted one are the node's control calls served.
-pub struct Listeners {
-    pub trusted: Option<TcpListener>,
-    pub untrusted: Option<TcpListener>,
-}
+const OPEN_FILES: Rlimit = Rlimit {
+    current: Some(65_536),
+    maximum: Some(1 << 20),
+};
 
 /// All that serving needs.
 pub struct Started {
-    pub listeners: Listeners,
+    /// Where to listen, and whom the node's control calls are served to there.
+    pub listeners: Vec<(TcpListener, Control)>,
     pub cgroups: Cgroups,
     pub machine: Option<Machine>,
 }
@@ -65,30 +65,36 @@ pub fn run() -> io::Result<Started> {
     mounts::below_root(Path::new(SYSROOT))?;
     let mounted = since.elapsed();
 
-    uevents.wait_for(&INTERFACE, DEVICES_WITHIN, || Path::new("/sys/class/net").join(INTERFACE).exists())?;
-    network::up("lo")?;
-    network::configure(INTERFACE, options.address, options.prefix, options.gateway)?;
     mounts::switch_root(Path::new(SYSROOT))?;
 
     // Kernels without these protections still run a sandbox.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     let _ = setrlimit(Resource::Nofile, OPEN_FILES);
     let cgroups = Cgroups::machine(Path::new(CGROUPS)).unwrap_or_else(|error| {
-        log::write(format_args!("no control groups, so nothing can be frozen: {error}"));
+        log::write(format_args!(
+            "no control groups, so nothing can be frozen: {error}"
+        ));
         Cgroups::none()
     });
+    uevents.wait_for(&INTERFACE, DEVICES_WITHIN, || {
+        Path::new("/sys/class/net").join(INTERFACE).exists()
+    })?;
+    // Two devices, two listeners: containers behind a bridge of the sandbox's own reach neither. Its processes reach the one on
+    // the network card by that card's address, so there the caller's address decides.
+    // Listening comes before the network works: who waits to connect is accepted by the first packet that gets through.
+    let anywhere = (Ipv4Addr::UNSPECIFIED, PORT).into();
+    let card = network::listen(anywhere, Some(INTERFACE))?;
+    let inside = network::listen(anywhere, Some("lo"))?;
+    network::up("lo")?;
+    network::configure(INTERFACE, options.address, options.prefix, options.gateway)?;
     log::write(format_args!(
         "booted in {} ms (modules after {}, root after {})",
         since.elapsed().as_millis(),
         loaded.as_millis(),
         mounted.as_millis()
     ));
-    // What arrives through the network card is from outside; what the sandbox sends to itself, by whatever address of its own,
-    // arrives through lo. Listening on each device apart tells them apart, and bridges of the sandbox's own reach neither.
-    let trusted = network::listen((Ipv4Addr::UNSPECIFIED, PORT).into(), Some(INTERFACE))?;
-    let untrusted = network::listen((Ipv4Addr::UNSPECIFIED, PORT).into(), Some("lo"))?;
     Ok(Started {
-        listeners: Listeners { trusted: Some(trusted), untrusted: Some(untrusted) },
+        listeners: vec![(card, Control::Outsiders), (inside, Control::Nobody)],
         cgroups,
         machine: Some(Machine),
     })
@@ -96,11 +102,17 @@ pub fn run() -> io::Result<Started> {
 
 /// Prepares to serve as an ordinary program; nothing of the machine is changed.
 pub fn as_program(arguments: &Arguments) -> io::Result<Started> {
-    let listener = network::listen(arguments.listen, None)?;
-    let (trusted, untrusted) = if arguments.local_control { (Some(listener), None) } else { (None, Some(listener)) };
+    let control = if arguments.local_control {
+        Control::Everybody
+    } else {
+        Control::Outsiders
+    };
     Ok(Started {
-        listeners: Listeners { trusted, untrusted },
-        cgroups: arguments.cgroup.as_deref().map_or_else(|| Ok(Cgroups::none()), Cgroups::at)?,
+        listeners: vec![(network::listen(arguments.listen, None)?, control)],
+        cgroups: arguments
+            .cgroup
+            .as_deref()
+            .map_or_else(|| Ok(Cgroups::none()), Cgroups::at)?,
         machine: arguments.machine.then_some(Machine),
     })
 }

@@ -13,7 +13,9 @@ use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use super::Context;
 use crate::log;
 
-const PLAIN: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC);
+const PLAIN: MountFlags = MountFlags::NOSUID
+    .union(MountFlags::NODEV)
+    .union(MountFlags::NOEXEC);
 const MEMORY: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV);
 
 struct Mount {
@@ -24,19 +26,58 @@ struct Mount {
 }
 
 const KERNEL: [Mount; 3] = [
-    Mount { kind: "proc", target: "proc", flags: PLAIN, options: c"" },
-    Mount { kind: "sysfs", target: "sys", flags: PLAIN, options: c"" },
-    Mount { kind: "devtmpfs", target: "dev", flags: MountFlags::NOSUID, options: c"mode=755" },
+    Mount {
+        kind: "proc",
+        target: "proc",
+        flags: PLAIN,
+        options: c"",
+    },
+    Mount {
+        kind: "sysfs",
+        target: "sys",
+        flags: PLAIN,
+        options: c"",
+    },
+    Mount {
+        kind: "devtmpfs",
+        target: "dev",
+        flags: MountFlags::NOSUID,
+        options: c"mode=755",
+    },
 ];
 const BELOW_ROOT: [Mount; 4] = [
-    Mount { kind: "devpts", target: "dev/pts", flags: MountFlags::NOSUID.union(MountFlags::NOEXEC), options: c"gid=5,mode=620,ptmxmode=666" },
-    Mount { kind: "tmpfs", target: "dev/shm", flags: MEMORY, options: c"mode=1777" },
-    Mount { kind: "tmpfs", target: "run", flags: MEMORY, options: c"mode=755" },
-    Mount { kind: "cgroup2", target: "sys/fs/cgroup", flags: PLAIN, options: c"" },
+    Mount {
+        kind: "devpts",
+        target: "dev/pts",
+        flags: MountFlags::NOSUID.union(MountFlags::NOEXEC),
+        options: c"gid=5,mode=620,ptmxmode=666",
+    },
+    Mount {
+        kind: "tmpfs",
+        target: "dev/shm",
+        flags: MEMORY,
+        options: c"mode=1777",
+    },
+    Mount {
+        kind: "tmpfs",
+        target: "run",
+        flags: MEMORY,
+        options: c"mode=755",
+    },
+    Mount {
+        kind: "cgroup2",
+        target: "sys/fs/cgroup",
+        flags: PLAIN,
+        options: c"",
+    },
 ];
 /// Customary names, which udev would make.
-const DEVICE_LINKS: [(&str, &str); 4] =
-    [("/proc/self/fd", "fd"), ("/proc/self/fd/0", "stdin"), ("/proc/self/fd/1", "stdout"), ("/proc/self/fd/2", "stderr")];
+const DEVICE_LINKS: [(&str, &str); 4] = [
+    ("/proc/self/fd", "fd"),
+    ("/proc/self/fd/0", "stdin"),
+    ("/proc/self/fd/1", "stdout"),
+    ("/proc/self/fd/2", "stderr"),
+];
 /// Devices that are safe for everybody, which the kernel gives to root only.
 const OPEN_DEVICES: [&str; 2] = ["fuse", "net/tun"];
 
@@ -69,7 +110,11 @@ pub fn kernel_file_systems(root: &Path) -> io::Result<()> {
 /// matters is that no later descriptor gets one of these numbers.
 pub fn open_console() {
     let nothing = open("/dev/null", OFlags::RDWR, Mode::empty());
-    let console = open("/dev/console", OFlags::WRONLY | OFlags::NOCTTY | OFlags::CLOEXEC, Mode::empty());
+    let console = open(
+        "/dev/console",
+        OFlags::WRONLY | OFlags::NOCTTY | OFlags::CLOEXEC,
+        Mode::empty(),
+    );
     if let Ok(nothing) = nothing {
         let _ = dup2_stdin(&nothing);
         let output = console.unwrap_or(nothing);
@@ -80,8 +125,11 @@ pub fn open_console() {
 /// Mounts the root disk.
 pub fn root(device: &Path, target: &Path) -> io::Result<()> {
     fs::create_dir_all(target).context(target.display())?;
-    mount(device, target, "ext4", MountFlags::NOATIME, None)
-        .context(format_args!("mount {} on {}", device.display(), target.display()))
+    mount(device, target, "ext4", MountFlags::NOATIME, None).context(format_args!(
+        "mount {} on {}",
+        device.display(),
+        target.display()
+    ))
 }
 
 /// Moves the kernel's file systems below the new root, and adds what a running system has besides. /tmp stays on the disk.
@@ -89,7 +137,11 @@ pub fn below_root(root: &Path) -> io::Result<()> {
     for Mount { target, .. } in &KERNEL {
         let (from, to) = (Path::new("/").join(target), root.join(target));
         make_directory(&to);
-        mount_move(&from, &to).context(format_args!("move {} to {}", from.display(), to.display()))?;
+        mount_move(&from, &to).context(format_args!(
+            "move {} to {}",
+            from.display(),
+            to.display()
+        ))?;
     }
     for mount in &BELOW_ROOT {
         // A sandbox without one of these is poorer, but works.

@@ -4,7 +4,9 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use connectrpc::{ConnectError, Encodable, RequestContext, Response, ServiceRequest, ServiceResult, ServiceStream};
+use connectrpc::{
+    ConnectError, Encodable, RequestContext, Response, ServiceRequest, ServiceResult, ServiceStream,
+};
 
 use super::{entry, tree};
 use crate::environment;
@@ -37,11 +39,18 @@ impl Filesystem {
         let (agent, name) = (self.0.clone(), username(ctx.headers()));
         let result = blocking(move || {
             let user = agent.user(name.as_deref());
-            let user = user.map_err(|name| ConnectError::unauthenticated(format!("invalid username: '{name}'")))?;
+            let user = user.map_err(|name| {
+                ConnectError::unauthenticated(format!("invalid username: '{name}'"))
+            })?;
             let default_workdir = agent.settings().default_workdir.clone();
-            operation(&Call { user, default_workdir })
+            operation(&Call {
+                user,
+                default_workdir,
+            })
         });
-        result.await.map_err(|error| ConnectError::internal(error.to_string()))?
+        result
+            .await
+            .map_err(|error| ConnectError::internal(error.to_string()))?
     }
 }
 
@@ -50,7 +59,9 @@ fn failed(path: &Path, error: &io::Error) -> ConnectError {
     match error.kind() {
         ErrorKind::NotFound => ConnectError::not_found(message),
         ErrorKind::AlreadyExists => ConnectError::already_exists(message),
-        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => ConnectError::permission_denied(message),
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+            ConnectError::permission_denied(message)
+        }
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
             ConnectError::resource_exhausted(message)
         }
@@ -74,16 +85,26 @@ fn not_watching() -> ConnectError {
 }
 
 fn required(path: &str) -> Result<(), ConnectError> {
-    if path.is_empty() { Err(ConnectError::invalid_argument("path is required")) } else { Ok(()) }
+    if path.is_empty() {
+        Err(ConnectError::invalid_argument("path is required"))
+    } else {
+        Ok(())
+    }
 }
 
 fn make_dir(path: &Path, user: &User) -> Result<EntryInfo, ConnectError> {
     match path.metadata() {
         Ok(metadata) if metadata.is_dir() => {
-            return Err(ConnectError::already_exists(format!("{}: the directory exists", path.display())));
+            return Err(ConnectError::already_exists(format!(
+                "{}: the directory exists",
+                path.display()
+            )));
         }
         Ok(_) => {
-            return Err(ConnectError::invalid_argument(format!("{}: exists and is no directory", path.display())));
+            return Err(ConnectError::invalid_argument(format!(
+                "{}: exists and is no directory",
+                path.display()
+            )));
         }
         Err(_) => {}
     }
@@ -95,7 +116,10 @@ fn list_dir(path: &Path, depth: u32) -> Result<Vec<EntryInfo>, ConnectError> {
     let paths = tree::walk(path, depth).map_err(|error| failed(path, &error))?;
     let accounts = Accounts::load();
     // An entry may vanish between the walk and its description.
-    Ok(paths.iter().filter_map(|path| entry::describe(path, &accounts).ok()).collect())
+    Ok(paths
+        .iter()
+        .filter_map(|path| entry::describe(path, &accounts).ok())
+        .collect())
 }
 
 impl rpc::Filesystem for Filesystem {
@@ -105,8 +129,13 @@ impl rpc::Filesystem for Filesystem {
         request: ServiceRequest<'_, StatRequest>,
     ) -> ServiceResult<impl Encodable<StatResponse> + Send + use<'a>> {
         let path = request.path.to_owned();
-        let entry = self.run(&ctx, move |call| describe(&call.resolve(&path))).await?;
-        Response::ok(StatResponse { entry: entry.into(), ..Default::default() })
+        let entry = self
+            .run(&ctx, move |call| describe(&call.resolve(&path)))
+            .await?;
+        Response::ok(StatResponse {
+            entry: entry.into(),
+            ..Default::default()
+        })
     }
 
     async fn make_dir<'a>(
@@ -115,8 +144,13 @@ impl rpc::Filesystem for Filesystem {
         request: ServiceRequest<'_, MakeDirRequest>,
     ) -> ServiceResult<impl Encodable<MakeDirResponse> + Send + use<'a>> {
         let path = request.path.to_owned();
-        let entry = self.run(&ctx, move |call| make_dir(&call.resolve(&path), &call.user)).await?;
-        Response::ok(MakeDirResponse { entry: entry.into(), ..Default::default() })
+        let entry = self
+            .run(&ctx, move |call| make_dir(&call.resolve(&path), &call.user))
+            .await?;
+        Response::ok(MakeDirResponse {
+            entry: entry.into(),
+            ..Default::default()
+        })
     }
 
     async fn r#move<'a>(
@@ -128,10 +162,14 @@ impl rpc::Filesystem for Filesystem {
         required(&source).and(required(&destination))?;
         let entry = self.run(&ctx, move |call| {
             let (source, destination) = (call.resolve(&source), call.resolve(&destination));
-            tree::rename(&source, &destination, &call.user).map_err(|error| failed(&source, &error))?;
+            tree::rename(&source, &destination, &call.user)
+                .map_err(|error| failed(&source, &error))?;
             describe(&destination)
         });
-        Response::ok(MoveResponse { entry: entry.await?.into(), ..Default::default() })
+        Response::ok(MoveResponse {
+            entry: entry.await?.into(),
+            ..Default::default()
+        })
     }
 
     async fn list_dir<'a>(
@@ -140,8 +178,13 @@ impl rpc::Filesystem for Filesystem {
         request: ServiceRequest<'_, ListDirRequest>,
     ) -> ServiceResult<impl Encodable<ListDirResponse> + Send + use<'a>> {
         let (path, depth) = (request.path.to_owned(), request.depth.max(1));
-        let entries = self.run(&ctx, move |call| list_dir(&call.resolve(&path), depth)).await?;
-        Response::ok(ListDirResponse { entries, ..Default::default() })
+        let entries = self
+            .run(&ctx, move |call| list_dir(&call.resolve(&path), depth))
+            .await?;
+        Response::ok(ListDirResponse {
+            entries,
+            ..Default::default()
+        })
     }
 
     async fn remove<'a>(

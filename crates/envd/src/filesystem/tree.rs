@@ -38,9 +38,16 @@ pub fn walk(root: &Path, depth: u32) -> io::Result<Vec<PathBuf>> {
     let mut pending: Vec<(PathBuf, u32)> = pending.into_iter().map(|path| (path, 1)).collect();
     while let Some((path, level)) = pending.pop() {
         if found.len() == LISTING_MAX {
-            return Err(io::Error::new(ErrorKind::FileTooLarge, format!("more than {LISTING_MAX} entries")));
+            return Err(io::Error::new(
+                ErrorKind::FileTooLarge,
+                format!("more than {LISTING_MAX} entries"),
+            ));
         }
-        if level < depth && path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
+        if level < depth
+            && path
+                .symlink_metadata()
+                .is_ok_and(|metadata| metadata.is_dir())
+        {
             let below = children(&path).unwrap_or_default();
             pending.extend(below.into_iter().rev().map(|path| (path, level + 1)));
         }
@@ -85,7 +92,10 @@ pub fn rename(source: &Path, destination: &Path, user: &User) -> io::Result<()> 
         Err(error) if error.kind() == ErrorKind::CrossesDevices => {}
         other => return other,
     }
-    let name = destination.file_name().ok_or(ErrorKind::InvalidInput)?.to_string_lossy();
+    let name = destination
+        .file_name()
+        .ok_or(ErrorKind::InvalidInput)?
+        .to_string_lossy();
     let staged = parent.join(format!(".{name}.{}.moving", std::process::id()));
     remove(&staged)?;
     let copied = copy(source, &staged).and_then(|()| fs::rename(&staged, destination));
@@ -116,7 +126,13 @@ fn copy(source: &Path, target: &Path) -> io::Result<()> {
             kind if kind.is_block_device() => FileType::BlockDevice,
             _ => FileType::CharacterDevice,
         };
-        mknodat(CWD, target, kind, Mode::from_raw_mode(metadata.mode() & 0o7777), metadata.rdev())?;
+        mknodat(
+            CWD,
+            target,
+            kind,
+            Mode::from_raw_mode(metadata.mode() & 0o7777),
+            metadata.rdev(),
+        )?;
     }
     lchown(target, Some(metadata.uid()), Some(metadata.gid()))?;
     if !kind.is_symlink() {
@@ -151,7 +167,13 @@ mod tests {
         symlink("..", root.join("b/up")).unwrap();
         let names = |depth| {
             let found = walk(&root, depth).unwrap();
-            let relative = found.iter().map(|path| path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned());
+            let relative = found.iter().map(|path| {
+                path.strip_prefix(&root)
+                    .unwrap()
+                    .to_str()
+                    .unwrap()
+                    .to_owned()
+            });
             relative.collect::<Vec<_>>()
         };
         assert_eq!(names(1), ["a", "b", "c.txt"]);
@@ -164,12 +186,23 @@ mod tests {
         let root = scratch("copy");
         fs::create_dir_all(root.join("from/dir")).unwrap();
         fs::write(root.join("from/dir/tool"), "#!").unwrap();
-        fs::set_permissions(root.join("from/dir/tool"), std::os::unix::fs::PermissionsExt::from_mode(0o4755)).unwrap();
+        fs::set_permissions(
+            root.join("from/dir/tool"),
+            std::os::unix::fs::PermissionsExt::from_mode(0o4755),
+        )
+        .unwrap();
         symlink("dir/tool", root.join("from/link")).unwrap();
         copy(&root.join("from"), &root.join("to")).unwrap();
-        let [old, new] = ["from", "to"].map(|tree| fs::metadata(root.join(tree).join("dir/tool")).unwrap());
-        assert_eq!((old.mode(), old.mtime_nsec()), (new.mode(), new.mtime_nsec()));
-        assert_eq!(fs::read_link(root.join("to/link")).unwrap(), Path::new("dir/tool"));
+        let [old, new] =
+            ["from", "to"].map(|tree| fs::metadata(root.join(tree).join("dir/tool")).unwrap());
+        assert_eq!(
+            (old.mode(), old.mtime_nsec()),
+            (new.mode(), new.mtime_nsec())
+        );
+        assert_eq!(
+            fs::read_link(root.join("to/link")).unwrap(),
+            Path::new("dir/tool")
+        );
         remove(&root).unwrap();
         remove(&root).unwrap();
     }

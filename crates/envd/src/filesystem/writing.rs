@@ -54,14 +54,21 @@ impl Writer {
     }
 }
 
-fn write(path: &Path, user: &User, encoding: Encoding, messages: Receiver<Message>) -> io::Result<()> {
+fn write(
+    path: &Path,
+    user: &User,
+    encoding: Encoding,
+    messages: Receiver<Message>,
+) -> io::Result<()> {
     if let Some(parent) = path.parent() {
         make_directories(parent, user)?;
     }
     let (file, is_new) = open(path, user)?;
     let written = match encoding {
         Encoding::Identity => receive(file, messages).map(drop),
-        Encoding::Gzip => receive(GzDecoder::new(file), messages).and_then(|decoder| decoder.finish()).map(drop),
+        Encoding::Gzip => receive(GzDecoder::new(file), messages)
+            .and_then(|decoder| decoder.finish())
+            .map(drop),
     };
     if written.is_err() && is_new {
         let _ = std::fs::remove_file(path);
@@ -74,7 +81,12 @@ fn receive<W: Write>(mut target: W, mut messages: Receiver<Message>) -> io::Resu
         match messages.blocking_recv() {
             Some(Message::Data(chunk)) => target.write_all(&chunk)?,
             Some(Message::Complete) => return Ok(target),
-            None => return Err(io::Error::new(ErrorKind::UnexpectedEof, "the upload broke off")),
+            None => {
+                return Err(io::Error::new(
+                    ErrorKind::UnexpectedEof,
+                    "the upload broke off",
+                ));
+            }
         }
     }
 }
@@ -84,10 +96,17 @@ fn open(path: &Path, user: &User) -> io::Result<(File, bool)> {
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => return Err(ErrorKind::IsADirectory.into()),
         Ok(metadata) if !metadata.is_file() => {
-            return Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file"));
+            return Err(io::Error::new(
+                ErrorKind::InvalidInput,
+                "not a regular file",
+            ));
         }
         Ok(_) => {
-            let file = OpenOptions::new().write(true).truncate(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+            let file = OpenOptions::new()
+                .write(true)
+                .truncate(true)
+                .custom_flags(libc::O_NONBLOCK)
+                .open(path)?;
             return Ok((file, false));
         }
         Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -95,7 +114,13 @@ fn open(path: &Path, user: &User) -> io::Result<(File, bool)> {
     }
     // Without `create_new`: the name may be a symbolic link to a file that does not exist yet.
     let mut options = OpenOptions::new();
-    let file = options.write(true).create(true).truncate(true).mode(0o644).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let file = options
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o644)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
     fchown(&file, Some(user.uid), Some(user.gid))?;
     Ok((file, true))
 }

@@ -15,7 +15,10 @@ pub struct HttpError {
 
 impl HttpError {
     pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into() }
+        Self {
+            status,
+            message: message.into(),
+        }
     }
 
     pub fn bad_request(message: String) -> Self {

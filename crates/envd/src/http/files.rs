@@ -8,7 +8,8 @@ use axum::Json;
 use axum::body::Body;
 use axum::extract::{FromRequest, Multipart, Query, Request, State};
 use axum::http::header::{
-    ACCEPT_ENCODING, ACCEPT_RANGES, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, CONTENT_TYPE, RANGE, VARY,
+    ACCEPT_ENCODING, ACCEPT_RANGES, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, CONTENT_TYPE,
+    RANGE, VARY,
 };
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
@@ -53,10 +54,17 @@ pub async fn download(
 ) -> Result<Response, HttpError> {
     auth::check_files(&agent, &headers, parameters.signature.as_deref())?;
     if !accepts_identity(&headers) {
-        return Err(HttpError::new(StatusCode::NOT_ACCEPTABLE, "only the identity encoding is offered"));
+        return Err(HttpError::new(
+            StatusCode::NOT_ACCEPTABLE,
+            "only the identity encoding is offered",
+        ));
     }
     let user = user(&agent, parameters.username).await?;
-    let path = environment::resolve(&parameters.path, &user, agent.settings().default_workdir.as_deref());
+    let path = environment::resolve(
+        &parameters.path,
+        &user,
+        agent.settings().default_workdir.as_deref(),
+    );
     let name = path.display().to_string();
     let opened = blocking(move || reading::open(&path)).await?;
     let file = opened.map_err(|error| HttpError::file(&name, &error))?;
@@ -70,34 +78,53 @@ pub async fn download(
             response
         }
         Asked::Range { start, end, length } => {
-            let mut response = Body::from_stream(file.stream(start, Some(end + 1 - start))).into_response();
+            let mut response =
+                Body::from_stream(file.stream(start, Some(end + 1 - start))).into_response();
             *response.status_mut() = StatusCode::PARTIAL_CONTENT;
-            response.headers_mut().insert(CONTENT_LENGTH, (end + 1 - start).into());
+            response
+                .headers_mut()
+                .insert(CONTENT_LENGTH, (end + 1 - start).into());
             let range = format!("bytes {start}-{end}/{length}");
-            response.headers_mut().insert(CONTENT_RANGE, header(&range)?);
+            response
+                .headers_mut()
+                .insert(CONTENT_RANGE, header(&range)?);
             response
         }
         Asked::Impossible { length } => {
-            let mut response = HttpError::new(StatusCode::RANGE_NOT_SATISFIABLE, "range beyond the end").into_response();
-            response.headers_mut().insert(CONTENT_RANGE, header(&format!("bytes */{length}"))?);
+            let mut response =
+                HttpError::new(StatusCode::RANGE_NOT_SATISFIABLE, "range beyond the end")
+                    .into_response();
+            response
+                .headers_mut()
+                .insert(CONTENT_RANGE, header(&format!("bytes */{length}"))?);
             return Ok(response);
         }
     };
-    for (name, value) in
-        [(CONTENT_TYPE, "application/octet-stream"), (ACCEPT_RANGES, "bytes"), (VARY, "Accept-Encoding")]
-    {
-        response.headers_mut().insert(name, axum::http::HeaderValue::from_static(value));
+    for (name, value) in [
+        (CONTENT_TYPE, "application/octet-stream"),
+        (ACCEPT_RANGES, "bytes"),
+        (VARY, "Accept-Encoding"),
+    ] {
+        response
+            .headers_mut()
+            .insert(name, axum::http::HeaderValue::from_static(value));
     }
     Ok(response)
 }
 
 fn header(text: &str) -> Result<axum::http::HeaderValue, HttpError> {
-    text.parse().map_err(|_| HttpError::internal(format!("not a header value: {text}")))
+    text.parse()
+        .map_err(|_| HttpError::internal(format!("not a header value: {text}")))
 }
 
 /// Identity is always acceptable unless it, or everything, is ruled out by a weight of zero.
 fn accepts_identity(headers: &HeaderMap) -> bool {
-    let Some(accepted) = headers.get(ACCEPT_ENCODING).and_then(|value| value.to_str().ok()) else { return true };
+    let Some(accepted) = headers
+        .get(ACCEPT_ENCODING)
+        .and_then(|value| value.to_str().ok())
+    else {
+        return true;
+    };
     let weights: Vec<(&str, bool)> = accepted
         .split(',')
         .map(|entry| {
@@ -107,16 +134,29 @@ fn accepts_identity(headers: &HeaderMap) -> bool {
             (coding, weight != Some(0.0))
         })
         .collect();
-    let weight_of = |wanted| weights.iter().find(|(coding, _)| *coding == wanted).map(|(_, allowed)| *allowed);
-    weight_of("identity").or_else(|| weight_of("*")).unwrap_or(true)
+    let weight_of = |wanted| {
+        weights
+            .iter()
+            .find(|(coding, _)| *coding == wanted)
+            .map(|(_, allowed)| *allowed)
+    };
+    weight_of("identity")
+        .or_else(|| weight_of("*"))
+        .unwrap_or(true)
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum Asked {
     Everything,
     /// Both ends included.
-    Range { start: u64, end: u64, length: u64 },
-    Impossible { length: u64 },
+    Range {
+        start: u64,
+        end: u64,
+        length: u64,
+    },
+    Impossible {
+        length: u64,
+    },
 }
 
 fn ask_range(headers: &HeaderMap, file: &Readable) -> Asked {
@@ -129,7 +169,10 @@ fn ask_range(headers: &HeaderMap, file: &Readable) -> Asked {
 
 /// One byte range; several, or what is no range at all, get the whole file, as the standard allows.
 fn parse_range(range: &str, length: u64) -> Asked {
-    let Some((first, last)) = range.strip_prefix("bytes=").and_then(|range| range.split_once('-')) else {
+    let Some((first, last)) = range
+        .strip_prefix("bytes=")
+        .and_then(|range| range.split_once('-'))
+    else {
         return Asked::Everything;
     };
     let number = |text: &str| text.trim().parse::<u64>().ok();
@@ -137,10 +180,16 @@ fn parse_range(range: &str, length: u64) -> Asked {
         (Some(start), Some(end)) if start <= end => (start, end.min(length.saturating_sub(1))),
         (Some(start), None) if last.trim().is_empty() => (start, length.saturating_sub(1)),
         (None, Some(0)) if first.trim().is_empty() => return Asked::Impossible { length },
-        (None, Some(count)) if first.trim().is_empty() => (length.saturating_sub(count), length.saturating_sub(1)),
+        (None, Some(count)) if first.trim().is_empty() => {
+            (length.saturating_sub(count), length.saturating_sub(1))
+        }
         _ => return Asked::Everything,
     };
-    if start >= length { Asked::Impossible { length } } else { Asked::Range { start, end, length } }
+    if start >= length {
+        Asked::Impossible { length }
+    } else {
+        Asked::Range { start, end, length }
+    }
 }
 
 /// Writes one file from an octet stream, or several from a form.
@@ -151,23 +200,36 @@ pub async fn upload(
 ) -> Result<Response, HttpError> {
     let headers = request.headers();
     auth::check_files(&agent, headers, parameters.signature.as_deref())?;
-    if headers.keys().any(|name| name.as_str().starts_with("x-metadata-")) {
+    if headers
+        .keys()
+        .any(|name| name.as_str().starts_with("x-metadata-"))
+    {
         return Err(HttpError::unimplemented("file metadata is not supported"));
     }
     let encoding = encoding(headers)?;
-    let content_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let content_type = headers
+        .get(CONTENT_TYPE)
+        .and_then(|value| value.to_str().ok())
+        .unwrap_or_default();
     let form = content_type.starts_with("multipart/form-data");
     if !form && !content_type.starts_with("application/octet-stream") {
         let message = format!("unsupported content type '{content_type}'");
         return Err(HttpError::bad_request(message));
     }
     let user = user(&agent, parameters.username).await?;
-    let mut destination = Destination { user, default_path: parameters.path, seen: HashSet::new(), agent };
+    let mut destination = Destination {
+        user,
+        default_path: parameters.path,
+        seen: HashSet::new(),
+        agent,
+    };
     let written = if form {
         upload_form(request, &mut destination, encoding).await?
     } else {
         if destination.default_path.is_empty() {
-            return Err(HttpError::bad_request("the path query parameter is required".into()));
+            return Err(HttpError::bad_request(
+                "the path query parameter is required".into(),
+            ));
         }
         let path = destination.claim(None)?;
         let content = request.into_body().into_data_stream();
@@ -180,7 +242,9 @@ fn encoding(headers: &HeaderMap) -> Result<Encoding, HttpError> {
     match headers.get(CONTENT_ENCODING).map(|value| value.as_bytes()) {
         None | Some(b"" | b"identity") => Ok(Encoding::Identity),
         Some(b"gzip") => Ok(Encoding::Gzip),
-        Some(_) => Err(HttpError::bad_request("unsupported content encoding: identity and gzip are known".into())),
+        Some(_) => Err(HttpError::bad_request(
+            "unsupported content encoding: identity and gzip are known".into(),
+        )),
     }
 }
 
@@ -195,13 +259,26 @@ struct Destination {
 impl Destination {
     /// The path of the next file: that of the query, else the part's own name, which may hold slashes.
     fn claim(&mut self, file_name: Option<&str>) -> Result<PathBuf, HttpError> {
-        let named = if self.default_path.is_empty() { file_name.unwrap_or_default() } else { &self.default_path };
+        let named = if self.default_path.is_empty() {
+            file_name.unwrap_or_default()
+        } else {
+            &self.default_path
+        };
         if named.is_empty() {
-            return Err(HttpError::bad_request("a file needs a path: in the query, or as the part's file name".into()));
+            return Err(HttpError::bad_request(
+                "a file needs a path: in the query, or as the part's file name".into(),
+            ));
         }
-        let path = environment::resolve(named, &self.user, self.agent.settings().default_workdir.as_deref());
+        let path = environment::resolve(
+            named,
+            &self.user,
+            self.agent.settings().default_workdir.as_deref(),
+        );
         if !self.seen.insert(path.clone()) {
-            return Err(HttpError::bad_request(format!("{}: named twice in one request", path.display())));
+            return Err(HttpError::bad_request(format!(
+                "{}: named twice in one request",
+                path.display()
+            )));
         }
         Ok(path)
     }
@@ -212,8 +289,11 @@ async fn upload_form(
     destination: &mut Destination,
     encoding: Encoding,
 ) -> Result<Vec<Written>, HttpError> {
-    let broken = |error: &dyn std::fmt::Display| HttpError::bad_request(format!("malformed form: {error}"));
-    let mut form = Multipart::from_request(request, &()).await.map_err(|error| broken(&error))?;
+    let broken =
+        |error: &dyn std::fmt::Display| HttpError::bad_request(format!("malformed form: {error}"));
+    let mut form = Multipart::from_request(request, &())
+        .await
+        .map_err(|error| broken(&error))?;
     let mut written = Vec::new();
     while let Some(part) = form.next_field().await.map_err(|error| broken(&error))? {
         if part.name() != Some("file") {
@@ -223,7 +303,9 @@ async fn upload_form(
         written.push(write(path, destination.user.clone(), encoding, part).await?);
     }
     if written.is_empty() {
-        return Err(HttpError::bad_request("the form has no part named 'file'".into()));
+        return Err(HttpError::bad_request(
+            "the form has no part named 'file'".into(),
+        ));
     }
     Ok(written)
 }
@@ -238,14 +320,22 @@ async fn write<E: std::fmt::Display>(
     let failed = |error: &std::io::Error| HttpError::file(&name, error);
     let mut writer = Writer::create(path.clone(), user, encoding);
     while let Some(chunk) = content.next().await {
-        let chunk = chunk.map_err(|error| HttpError::bad_request(format!("{name}: the upload broke off: {error}")))?;
+        let chunk = chunk.map_err(|error| {
+            HttpError::bad_request(format!("{name}: the upload broke off: {error}"))
+        })?;
         if !writer.write(chunk).await {
             break;
         }
     }
     writer.finish().await.map_err(|error| failed(&error))?;
-    let file_name = path.file_name().map(|name| name.to_string_lossy().into_owned());
-    Ok(Written { name: file_name.unwrap_or_default(), path: name, r#type: "file" })
+    let file_name = path
+        .file_name()
+        .map(|name| name.to_string_lossy().into_owned());
+    Ok(Written {
+        name: file_name.unwrap_or_default(),
+        path: name,
+        r#type: "file",
+    })
 }
 
 #[cfg(test)]
@@ -255,11 +345,46 @@ mod tests {
     #[test]
     fn ranges_are_clipped_to_the_file() {
         let cases = [
-            ("bytes=0-3", Asked::Range { start: 0, end: 3, length: 10 }),
-            ("bytes=8-99", Asked::Range { start: 8, end: 9, length: 10 }),
-            ("bytes=4-", Asked::Range { start: 4, end: 9, length: 10 }),
-            ("bytes=-3", Asked::Range { start: 7, end: 9, length: 10 }),
-            ("bytes=-99", Asked::Range { start: 0, end: 9, length: 10 }),
+            (
+                "bytes=0-3",
+                Asked::Range {
+                    start: 0,
+                    end: 3,
+                    length: 10,
+                },
+            ),
+            (
+                "bytes=8-99",
+                Asked::Range {
+                    start: 8,
+                    end: 9,
+                    length: 10,
+                },
+            ),
+            (
+                "bytes=4-",
+                Asked::Range {
+                    start: 4,
+                    end: 9,
+                    length: 10,
+                },
+            ),
+            (
+                "bytes=-3",
+                Asked::Range {
+                    start: 7,
+                    end: 9,
+                    length: 10,
+                },
+            ),
+            (
+                "bytes=-99",
+                Asked::Range {
+                    start: 0,
+                    end: 9,
+                    length: 10,
+                },
+            ),
             ("bytes=10-", Asked::Impossible { length: 10 }),
             ("bytes=-0", Asked::Impossible { length: 10 }),
             ("bytes=3-1", Asked::Everything),
@@ -275,7 +400,12 @@ mod tests {
 
     #[test]
     fn identity_can_be_ruled_out() {
-        let accepts = |value: &str| accepts_identity(&HeaderMap::from_iter([(ACCEPT_ENCODING, value.parse().unwrap())]));
+        let accepts = |value: &str| {
+            accepts_identity(&HeaderMap::from_iter([(
+                ACCEPT_ENCODING,
+                value.parse().unwrap(),
+            )]))
+        };
         assert!(accepts_identity(&HeaderMap::new()));
         assert!(accepts("gzip"));
         assert!(accepts("gzip, identity;q=0.1"));

@@ -4,6 +4,7 @@ pub mod auth;
 mod cors;
 pub mod error;
 mod files;
+mod linger;
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::handler::Handler;
 use axum::http::StatusCode;
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::IntoResponse;
@@ -19,6 +21,7 @@ use axum::serve::ListenerExt;
 use axum::{Json, Router};
 use connectrpc::{ConnectRpcService, Limits};
 
+use crate::control::Control;
 use crate::filesystem::Filesystem;
 use crate::metrics;
 use crate::process::Processes;
@@ -32,16 +35,21 @@ const MESSAGE_MAX_BYTES: usize = 64 << 20;
 /// up with such connections.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
 
-/// All routes; with `control`, those of the node too.
-pub fn router(agent: Arc<Agent>, control: bool) -> Router {
+/// All routes; those of the node only for whom `control` allows.
+pub fn router(agent: Arc<Agent>, control: Control) -> Router {
     let rpc = connectrpc::Router::new();
     let rpc = Arc::new(Processes(agent.clone())).register(rpc);
     let rpc = Arc::new(Filesystem(agent.clone())).register(rpc);
-    let limits = Limits::default().with_max_message_size(MESSAGE_MAX_BYTES).with_max_request_body_size(MESSAGE_MAX_BYTES);
+    let limits = Limits::default()
+        .with_max_message_size(MESSAGE_MAX_BYTES)
+        .with_max_request_body_size(MESSAGE_MAX_BYTES);
     let rpc = ConnectRpcService::new(rpc).with_limits(limits);
     let open = Router::new()
         .route("/health", get(StatusCode::NO_CONTENT))
-        .route("/files", get(files::download).post(files::upload))
+        .route(
+            "/files",
+            get(files::download).post(files::upload.layer(from_fn(linger::drain_refused))),
+        )
         .layer(DefaultBodyLimit::disable());
     let demanding_token = Router::new()
         .route("/metrics", get(report))
@@ -50,9 +58,8 @@ pub fn router(agent: Arc<Agent>, control: bool) -> Router {
         .route_service("/process.Process/{method}", rpc.clone())
         .route_service("/filesystem.Filesystem/{method}", rpc)
         .layer(from_fn_with_state(agent.clone(), auth::demand_token));
-    let control = if control { crate::control::routes() } else { Router::new() };
     open.merge(demanding_token)
-        .merge(control)
+        .merge(crate::control::routes(control))
         .fallback(any(not_found))
         .layer(from_fn(cors::allow))
         .with_state(agent)
@@ -67,12 +74,18 @@ pub async fn serve(listener: std::net::TcpListener, router: Router) -> io::Resul
         let timeout_ms = UNACKNOWLEDGED.as_millis() as u32;
         let _ = rustix::net::sockopt::set_tcp_user_timeout(&*connection, timeout_ms);
     });
-    axum::serve(listener, router.into_make_service_with_connect_info::<SocketAddr>()).await
+    axum::serve(
+        listener,
+        router.into_make_service_with_connect_info::<SocketAddr>(),
+    )
+    .await
 }
 
 async fn report(State(agent): State<Arc<Agent>>) -> Result<Json<metrics::Report>, HttpError> {
     let lifecycle_id = agent.settings().lifecycle_id.clone();
-    Ok(Json(blocking(move || agent.metrics.report(lifecycle_id)).await?))
+    Ok(Json(
+        blocking(move || agent.metrics.report(lifecycle_id)).await?,
+    ))
 }
 
 async fn variables(State(agent): State<Arc<Agent>>) -> impl IntoResponse {
@@ -83,6 +96,9 @@ async fn compose() -> HttpError {
     HttpError::unimplemented("composing files is not supported")
 }
 
-async fn not_found(request: Request) -> HttpError {
-    HttpError::new(StatusCode::NOT_FOUND, format!("no such endpoint: {}", request.uri().path()))
+pub async fn not_found(request: Request) -> HttpError {
+    HttpError::new(
+        StatusCode::NOT_FOUND,
+        format!("no such endpoint: {}", request.uri().path()),
+    )
 }

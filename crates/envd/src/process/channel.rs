@@ -23,7 +23,12 @@ impl Channel {
 
     /// Reads what is there, waiting for at least a byte; 0 at the end. A terminal without a process on it is at its end.
     pub async fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        let result = self.0.async_io(Interest::READABLE, |fd| Ok(rustix::io::read(fd, &mut *buffer)?)).await;
+        let result = self
+            .0
+            .async_io(Interest::READABLE, |fd| {
+                Ok(rustix::io::read(fd, &mut *buffer)?)
+            })
+            .await;
         match result {
             Err(error) if error.raw_os_error() == Some(Errno::IO.raw_os_error()) => Ok(0),
             other => other,
@@ -33,7 +38,10 @@ impl Channel {
     /// Writes all of `data`, waiting while the process does not read. Cancelled half-way, a part has been written.
     pub async fn write_all(&self, mut data: &[u8]) -> io::Result<()> {
         while !data.is_empty() {
-            let written = self.0.async_io(Interest::WRITABLE, |fd| Ok(rustix::io::write(fd, data)?)).await?;
+            let written = self
+                .0
+                .async_io(Interest::WRITABLE, |fd| Ok(rustix::io::write(fd, data)?))
+                .await?;
             data = &data[written..];
         }
         Ok(())
@@ -58,6 +66,11 @@ pub fn terminal(columns: u16, rows: u16, uid: u32) -> io::Result<(OwnedFd, Owned
 }
 
 fn resize(master: impl AsFd, columns: u16, rows: u16) -> io::Result<()> {
-    let size = Winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
+    let size = Winsize {
+        ws_col: columns,
+        ws_row: rows,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
     Ok(tcsetwinsize(master, size)?)
 }

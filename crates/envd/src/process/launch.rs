@@ -56,19 +56,36 @@ struct Ends {
 ///
 /// Errors: `unauthenticated` for an unknown user, `invalid_argument` for what can never start, `resource_exhausted` when the
 /// machine has no room for another process.
-pub async fn launch(agent: Arc<Agent>, request: Request) -> Result<(u32, Receiver<Event>), ConnectError> {
-    let Request { config, user, tag, terminal, stdin, deadline } = request;
+pub async fn launch(
+    agent: Arc<Agent>,
+    request: Request,
+) -> Result<(u32, Receiver<Event>), ConnectError> {
+    let Request {
+        config,
+        user,
+        tag,
+        terminal,
+        stdin,
+        deadline,
+    } = request;
     let command = config.cmd.clone();
     let preparing = agent.clone();
     let (config, child, ends) = blocking(move || {
         let (program, ends) = prepare(&preparing, &config, user.as_deref(), terminal, stdin)?;
-        let child = preparing.processes.spawn(&program, preparing.cgroups.starting_points()).map_err(cannot_clone)?;
+        let child = preparing
+            .processes
+            .spawn(&program, preparing.cgroups.starting_points())
+            .map_err(cannot_clone)?;
         Ok::<_, ConnectError>((config, child, ends))
     })
     .await
     .map_err(internal)??;
 
-    let Child { pid, outcome, mut exit } = child;
+    let Child {
+        pid,
+        outcome,
+        mut exit,
+    } = child;
     executed(&agent.processes, pid, outcome, deadline, &command).await?;
     let (input, outputs) = channels(ends, terminal.is_some()).map_err(|error| {
         agent.processes.signal(pid, Signal::KILL);
@@ -104,15 +121,39 @@ fn prepare(
         let settings = agent.settings();
         (settings.environment(), settings.default_workdir.clone())
     };
-    let directory = working_directory(config.cwd.as_deref().unwrap_or_default(), &user, default_workdir.as_deref())?;
-    let variables =
-        environment::variables(&user, &variables, config.envs.iter().map(|(name, value)| (name.clone(), value.clone())));
-    let path = variables.get("PATH").map(String::as_str).unwrap_or_default();
+    let directory = working_directory(
+        config.cwd.as_deref().unwrap_or_default(),
+        &user,
+        default_workdir.as_deref(),
+    )?;
+    let variables = environment::variables(
+        &user,
+        &variables,
+        config
+            .envs
+            .iter()
+            .map(|(name, value)| (name.clone(), value.clone())),
+    );
+    let path = variables
+        .get("PATH")
+        .map(String::as_str)
+        .unwrap_or_default();
     let candidates = candidates(&config.cmd, path);
     let (stdio, ends) = streams(size, stdin, user.uid).map_err(internal)?;
-    let strings = |values: Vec<Vec<u8>>| values.into_iter().map(c_string).collect::<Result<Vec<_>, _>>();
-    let arguments = std::iter::once(&config.cmd).chain(&config.args).map(|word| word.clone().into_bytes()).collect();
-    let environment = variables.iter().map(|(name, value)| format!("{name}={value}").into_bytes()).collect();
+    let strings = |values: Vec<Vec<u8>>| {
+        values
+            .into_iter()
+            .map(c_string)
+            .collect::<Result<Vec<_>, _>>()
+    };
+    let arguments = std::iter::once(&config.cmd)
+        .chain(&config.args)
+        .map(|word| word.clone().into_bytes())
+        .collect();
+    let environment = variables
+        .iter()
+        .map(|(name, value)| format!("{name}={value}").into_bytes())
+        .collect();
     let program = Program {
         candidates: strings(candidates)?,
         arguments: strings(arguments)?,
@@ -128,11 +169,17 @@ fn prepare(
 }
 
 fn c_string(bytes: Vec<u8>) -> Result<CString, ConnectError> {
-    CString::new(bytes).map_err(|_| ConnectError::invalid_argument("a NUL byte in the command, its arguments, variables or cwd"))
+    CString::new(bytes).map_err(|_| {
+        ConnectError::invalid_argument("a NUL byte in the command, its arguments, variables or cwd")
+    })
 }
 
 /// A home that does not exist is no reason to fail for those who did not ask for it.
-fn working_directory(asked: &str, user: &User, default: Option<&str>) -> Result<PathBuf, ConnectError> {
+fn working_directory(
+    asked: &str,
+    user: &User,
+    default: Option<&str>,
+) -> Result<PathBuf, ConnectError> {
     let directory = environment::resolve(asked, user, default);
     if directory.is_dir() {
         return Ok(directory);
@@ -140,7 +187,10 @@ fn working_directory(asked: &str, user: &User, default: Option<&str>) -> Result<
     if asked.is_empty() && default.is_none() {
         return Ok("/".into());
     }
-    Err(ConnectError::invalid_argument(format!("cwd '{}' does not exist", directory.display())))
+    Err(ConnectError::invalid_argument(format!(
+        "cwd '{}' does not exist",
+        directory.display()
+    )))
 }
 
 /// A command with a slash is a path; another is looked for along PATH.
@@ -149,14 +199,28 @@ fn candidates(command: &str, path: &str) -> Vec<Vec<u8>> {
         return vec![command.as_bytes().to_vec()];
     }
     let directories = path.split(':').filter(|directory| !directory.is_empty());
-    directories.map(|directory| Path::new(directory).join(OsStr::new(command)).as_os_str().as_bytes().to_vec()).collect()
+    directories
+        .map(|directory| {
+            Path::new(directory)
+                .join(OsStr::new(command))
+                .as_os_str()
+                .as_bytes()
+                .to_vec()
+        })
+        .collect()
 }
 
 fn streams(size: Option<(u16, u16)>, stdin: bool, uid: u32) -> io::Result<([OwnedFd; 3], Ends)> {
     if let Some((columns, rows)) = size {
         let (master, slave) = terminal(columns, rows, uid)?;
         let stdio = [slave.try_clone()?, slave.try_clone()?, slave];
-        return Ok((stdio, Ends { input: None, outputs: vec![(Source::Terminal, master)] }));
+        return Ok((
+            stdio,
+            Ends {
+                input: None,
+                outputs: vec![(Source::Terminal, master)],
+            },
+        ));
     }
     let (child_in, input) = if stdin {
         let (reader, writer) = io::pipe()?;
@@ -166,8 +230,14 @@ fn streams(size: Option<(u16, u16)>, stdin: bool, uid: u32) -> io::Result<([Owne
     };
     let (stdout, child_out) = io::pipe()?;
     let (stderr, child_err) = io::pipe()?;
-    let outputs = vec![(Source::Stdout, stdout.into()), (Source::Stderr, stderr.into())];
-    Ok(([child_in, child_out.into(), child_err.into()], Ends { input, outputs }))
+    let outputs = vec![
+        (Source::Stdout, stdout.into()),
+        (Source::Stderr, stderr.into()),
+    ];
+    Ok((
+        [child_in, child_out.into(), child_err.into()],
+        Ends { input, outputs },
+    ))
 }
 
 fn channels(ends: Ends, is_terminal: bool) -> io::Result<(Input, Vec<(Source, Arc<Channel>)>)> {
@@ -205,11 +275,17 @@ async fn executed(
     }
     let failure = Failure::parse(report);
     let message = failure.describe(command);
-    Err(if failure.is_callers() { ConnectError::invalid_argument(message) } else { ConnectError::internal(message) })
+    Err(if failure.is_callers() {
+        ConnectError::invalid_argument(message)
+    } else {
+        ConnectError::internal(message)
+    })
 }
 
 pub fn deadline_exceeded() -> ConnectError {
-    ConnectError::deadline_exceeded("the deadline of the command passed; its process group was killed")
+    ConnectError::deadline_exceeded(
+        "the deadline of the command passed; its process group was killed",
+    )
 }
 
 async fn at(deadline: Option<Instant>) {
@@ -230,7 +306,9 @@ async fn see_through(
     let (exited, ended) = watch::channel(None);
     let readers: Vec<_> = outputs
         .into_iter()
-        .map(|(source, channel)| tokio::spawn(relay(process.clone(), source, channel, ended.clone())))
+        .map(|(source, channel)| {
+            tokio::spawn(relay(process.clone(), source, channel, ended.clone()))
+        })
         .collect();
     let mut timed_out = false;
     let exit = loop {
@@ -254,8 +332,17 @@ async fn see_through(
 
 /// Publishes what the process writes. Returns at the end of the stream, or after the process's when only a descendant still
 /// holds it open; what that one writes later is read and dropped.
-async fn relay(process: Arc<Process>, source: Source, channel: Arc<Channel>, mut ended: watch::Receiver<Option<Instant>>) {
-    let size = if source == Source::Terminal { TERMINAL_CHUNK } else { PIPE_CHUNK };
+async fn relay(
+    process: Arc<Process>,
+    source: Source,
+    channel: Arc<Channel>,
+    mut ended: watch::Receiver<Option<Instant>>,
+) {
+    let size = if source == Source::Terminal {
+        TERMINAL_CHUNK
+    } else {
+        PIPE_CHUNK
+    };
     let mut buffer = vec![0; size];
     let mut since_end = 0;
     loop {
@@ -273,7 +360,13 @@ async fn relay(process: Arc<Process>, source: Source, channel: Arc<Channel>, mut
             Ok(0) | Err(_) => return,
             Ok(length) => length,
         };
-        process.output.publish(Event::Data(source, Bytes::copy_from_slice(&buffer[..length]))).await;
+        process
+            .output
+            .publish(Event::Data(
+                source,
+                Bytes::copy_from_slice(&buffer[..length]),
+            ))
+            .await;
         if let Some(end) = *ended.borrow() {
             since_end += length;
             if since_end > PIPE_CAPACITY && end.elapsed() > AFTERMATH {
@@ -289,10 +382,20 @@ async fn relay(process: Arc<Process>, source: Source, channel: Arc<Channel>, mut
 /// Errors: `internal` when it has none or closed it, `failed_precondition` when it has the other kind.
 pub async fn send(process: &Process, to_terminal: bool, data: &[u8]) -> Result<(), ConnectError> {
     let written = match &process.input {
-        Input::None => return Err(ConnectError::internal("stdin is not enabled for this process")),
-        Input::Pipe(_) if to_terminal => return Err(ConnectError::failed_precondition("the process has no terminal")),
+        Input::None => {
+            return Err(ConnectError::internal(
+                "stdin is not enabled for this process",
+            ));
+        }
+        Input::Pipe(_) if to_terminal => {
+            return Err(ConnectError::failed_precondition(
+                "the process has no terminal",
+            ));
+        }
         Input::Terminal(_) if !to_terminal => {
-            return Err(ConnectError::failed_precondition("the process has a terminal: send pty input"));
+            return Err(ConnectError::failed_precondition(
+                "the process has a terminal: send pty input",
+            ));
         }
         Input::Pipe(pipe) => match &*pipe.lock().await {
             Some(pipe) => pipe.write_all(data).await,
@@ -310,11 +413,14 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(10);
 pub async fn close_stdin(process: &Process) -> Result<(), ConnectError> {
     match &process.input {
         Input::None => Ok(()),
-        Input::Terminal(_) => Err(ConnectError::failed_precondition("a terminal cannot be closed: send it an end-of-file (^D)")),
+        Input::Terminal(_) => Err(ConnectError::failed_precondition(
+            "a terminal cannot be closed: send it an end-of-file (^D)",
+        )),
         Input::Pipe(pipe) => {
             let waited = timeout(CLOSE_PATIENCE, pipe.lock()).await;
-            let mut pipe =
-                waited.map_err(|_| ConnectError::unavailable("the process does not read what was sent to it before"))?;
+            let mut pipe = waited.map_err(|_| {
+                ConnectError::unavailable("the process does not read what was sent to it before")
+            })?;
             *pipe = None;
             Ok(())
         }

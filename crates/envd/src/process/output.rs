@@ -78,7 +78,8 @@ impl Output {
                 },
             };
             if !delivered {
-                self.listeners().retain(|other| !other.same_channel(&listener));
+                self.listeners()
+                    .retain(|other| !other.same_channel(&listener));
             }
         }
     }
@@ -90,7 +91,9 @@ impl Output {
     }
 
     fn listeners(&self) -> std::sync::MutexGuard<'_, Vec<Sender<Event>>> {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
+        self.listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -116,7 +119,11 @@ mod tests {
         let (dead, mut alive) = (output.listen(), output.listen());
         let reading = tokio::spawn(async move {
             let mut seen = 0;
-            while alive.recv().await.is_some_and(|event| !matches!(event, Event::End(_))) {
+            while alive
+                .recv()
+                .await
+                .is_some_and(|event| !matches!(event, Event::End(_)))
+            {
                 seen += 1;
             }
             seen
@@ -125,7 +132,12 @@ mod tests {
         for byte in 0..100 {
             output.publish(chunk(byte)).await;
         }
-        output.publish(Event::End(End { exit: Exit::Code(0), timed_out: false })).await;
+        output
+            .publish(Event::End(End {
+                exit: Exit::Code(0),
+                timed_out: false,
+            }))
+            .await;
         assert_eq!(reading.await.unwrap(), 100);
         assert_eq!(started.elapsed(), PATIENCE);
         drop(dead);
@@ -175,7 +187,11 @@ mod tests {
         output.cut();
         let started = Instant::now();
         publishing.await.unwrap();
-        assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+        assert!(
+            started.elapsed() < Duration::from_secs(1),
+            "{:?}",
+            started.elapsed()
+        );
         while let Some(event) = dead.recv().await {
             assert!(matches!(event, Event::Data(..)));
         }

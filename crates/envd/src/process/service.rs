@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use connectrpc::{
-    ConnectError, Encodable, InboundStream, RequestContext, Response, ServiceRequest, ServiceResult, ServiceStream,
+    ConnectError, Encodable, InboundStream, RequestContext, Response, ServiceRequest,
+    ServiceResult, ServiceStream,
 };
 use futures::StreamExt;
 use futures::stream::unfold;
@@ -27,7 +28,10 @@ pub struct Processes(pub Arc<Agent>);
 impl Processes {
     fn find(&self, selector: Option<&ProcessSelector>) -> Result<Arc<Process>, ConnectError> {
         let selector = wanted(selector)?;
-        self.0.processes.find_running(&selector).ok_or_else(|| not_found(&selector))
+        self.0
+            .processes
+            .find_running(&selector)
+            .ok_or_else(|| not_found(&selector))
     }
 }
 
@@ -35,7 +39,9 @@ fn wanted(selector: Option<&ProcessSelector>) -> Result<Selector, ConnectError> 
     match selector.and_then(|selector| selector.selector.as_ref()) {
         Some(process_selector::Selector::Pid(pid)) => Ok(Selector::Pid(*pid)),
         Some(process_selector::Selector::Tag(tag)) => Ok(Selector::Tag(tag.clone())),
-        None => Err(ConnectError::invalid_argument("a process is selected by its pid or its tag")),
+        None => Err(ConnectError::invalid_argument(
+            "a process is selected by its pid or its tag",
+        )),
     }
 }
 
@@ -52,7 +58,9 @@ async fn send(process: &Process, input: Option<&ProcessInput>) -> Result<(), Con
     match input.and_then(|input| input.input.as_ref()) {
         Some(process_input::Input::Stdin(data)) => launch::send(process, false, data).await,
         Some(process_input::Input::Pty(data)) => launch::send(process, true, data).await,
-        None => Err(ConnectError::invalid_argument("input is either stdin or pty")),
+        None => Err(ConnectError::invalid_argument(
+            "input is either stdin or pty",
+        )),
     }
 }
 
@@ -73,36 +81,54 @@ struct Stream {
 
 impl Stream {
     fn new(ctx: &RequestContext, pid: u32, events: Receiver<Event>, owns_deadline: bool) -> Self {
-        let asked = ctx.header("keepalive-ping-interval").and_then(|value| value.to_str().ok()?.parse().ok());
+        let asked = ctx
+            .header("keepalive-ping-interval")
+            .and_then(|value| value.to_str().ok()?.parse().ok());
         let keepalive = Duration::from_secs(asked.unwrap_or(KEEPALIVE_DEFAULT_S).max(1));
-        Self { pid, phase: Phase::Start(events), keepalive, owns_deadline }
+        Self {
+            pid,
+            phase: Phase::Start(events),
+            keepalive,
+            owns_deadline,
+        }
     }
 
     async fn next(mut self) -> Option<(Result<ProcessEvent, ConnectError>, Self)> {
         let event = match self.phase {
             Phase::Start(receiver) => {
                 self.phase = Phase::Live(receiver);
-                Ok(process_event::StartEvent { pid: self.pid, ..Default::default() }.into())
+                Ok(process_event::StartEvent {
+                    pid: self.pid,
+                    ..Default::default()
+                }
+                .into())
             }
             Phase::Over => return None,
-            Phase::Live(ref mut events) => match tokio::time::timeout(self.keepalive, events.recv()).await {
-                Err(_) => Ok(process_event::KeepAlive::default().into()),
-                Ok(Some(Event::Data(source, data))) => Ok(data_event(source, &data).into()),
-                Ok(Some(Event::End(end))) => {
-                    self.phase = Phase::Over;
-                    if self.owns_deadline && end.timed_out {
-                        Err(launch::deadline_exceeded())
-                    } else {
-                        Ok(end_event(end.exit).into())
+            Phase::Live(ref mut events) => {
+                match tokio::time::timeout(self.keepalive, events.recv()).await {
+                    Err(_) => Ok(process_event::KeepAlive::default().into()),
+                    Ok(Some(Event::Data(source, data))) => Ok(data_event(source, &data).into()),
+                    Ok(Some(Event::End(end))) => {
+                        self.phase = Phase::Over;
+                        if self.owns_deadline && end.timed_out {
+                            Err(launch::deadline_exceeded())
+                        } else {
+                            Ok(end_event(end.exit).into())
+                        }
+                    }
+                    Ok(None) => {
+                        self.phase = Phase::Over;
+                        Err(ConnectError::unavailable(
+                            "this stream was cut: its reader was too slow, or from an earlier life of the sandbox",
+                        ))
                     }
                 }
-                Ok(None) => {
-                    self.phase = Phase::Over;
-                    Err(ConnectError::unavailable("this stream was cut: its reader was too slow, or from an earlier life of the sandbox"))
-                }
-            },
+            }
         };
-        let event = event.map(|event: process_event::Event| ProcessEvent { event: Some(event), ..Default::default() });
+        let event = event.map(|event: process_event::Event| ProcessEvent {
+            event: Some(event),
+            ..Default::default()
+        });
         Some((event, self))
     }
 
@@ -120,7 +146,10 @@ fn data_event(source: Source, data: &[u8]) -> process_event::DataEvent {
         Source::Stderr => Output::Stderr(data),
         Source::Terminal => Output::Pty(data),
     };
-    process_event::DataEvent { output: Some(output), ..Default::default() }
+    process_event::DataEvent {
+        output: Some(output),
+        ..Default::default()
+    }
 }
 
 fn end_event(exit: Exit) -> process_event::EndEvent {
@@ -173,7 +202,10 @@ impl rpc::Process for Processes {
             ..Default::default()
         };
         let processes = self.0.processes.running().into_iter().map(info).collect();
-        Response::ok(ListResponse { processes, ..Default::default() })
+        Response::ok(ListResponse {
+            processes,
+            ..Default::default()
+        })
     }
 
     async fn connect(
@@ -182,11 +214,19 @@ impl rpc::Process for Processes {
         request: ServiceRequest<'_, ConnectRequest>,
     ) -> ServiceResult<ServiceStream<impl Encodable<ConnectResponse> + Send + use<>>> {
         let selector = wanted(request.to_owned_message().process.as_option())?;
-        let (pid, events) = match self.0.processes.find(&selector).ok_or_else(|| not_found(&selector))? {
+        let (pid, events) = match self
+            .0
+            .processes
+            .find(&selector)
+            .ok_or_else(|| not_found(&selector))?
+        {
             Found::Running(process) => (process.pid, process.output.listen()),
             Found::Ended(pid, end) => (pid, output::already_over(end)),
         };
-        let wrap = |event: ProcessEvent| ConnectResponse { event: event.into(), ..Default::default() };
+        let wrap = |event: ProcessEvent| ConnectResponse {
+            event: event.into(),
+            ..Default::default()
+        };
         Ok(Stream::new(&ctx, pid, events, false).respond(wrap))
     }
 
@@ -198,7 +238,8 @@ impl rpc::Process for Processes {
         let mut request = request.to_owned_message();
         let config = request.process.take();
         let config = config.filter(|config| !config.cmd.is_empty());
-        let config = config.ok_or_else(|| ConnectError::invalid_argument("process.cmd is required"))?;
+        let config =
+            config.ok_or_else(|| ConnectError::invalid_argument("process.cmd is required"))?;
         let request = Request {
             config,
             user: username(ctx.headers()),
@@ -209,8 +250,13 @@ impl rpc::Process for Processes {
         };
         // A task: a client that hangs up now must not leave a process that nobody knows.
         let launching = tokio::spawn(launch::launch(self.0.clone(), request));
-        let (pid, events) = launching.await.map_err(|error| ConnectError::internal(error.to_string()))??;
-        let wrap = |event: ProcessEvent| StartResponse { event: event.into(), ..Default::default() };
+        let (pid, events) = launching
+            .await
+            .map_err(|error| ConnectError::internal(error.to_string()))??;
+        let wrap = |event: ProcessEvent| StartResponse {
+            event: event.into(),
+            ..Default::default()
+        };
         Ok(Stream::new(&ctx, pid, events, true).respond(wrap))
     }
 
@@ -223,10 +269,14 @@ impl rpc::Process for Processes {
         let process = self.find(request.process.as_option())?;
         if let Some(pty) = request.pty.as_option() {
             let Input::Terminal(terminal) = &process.input else {
-                return Err(ConnectError::failed_precondition("the process has no terminal"));
+                return Err(ConnectError::failed_precondition(
+                    "the process has no terminal",
+                ));
             };
             let (columns, rows) = size(pty);
-            terminal.resize(columns, rows).map_err(|error| ConnectError::internal(error.to_string()))?;
+            terminal
+                .resize(columns, rows)
+                .map_err(|error| ConnectError::internal(error.to_string()))?;
         }
         Response::ok(UpdateResponse::default())
     }
@@ -240,10 +290,13 @@ impl rpc::Process for Processes {
         let mut process = None;
         while let Some(request) = requests.next().await {
             match request?.to_owned_message().event {
-                Some(Message::Start(start)) => process = Some(self.find(start.process.as_option())?),
+                Some(Message::Start(start)) => {
+                    process = Some(self.find(start.process.as_option())?)
+                }
                 Some(Message::Data(data)) => {
                     let process = process.as_ref();
-                    let process = process.ok_or_else(|| ConnectError::invalid_argument("data before start"))?;
+                    let process = process
+                        .ok_or_else(|| ConnectError::invalid_argument("data before start"))?;
                     send(process, data.input.as_option()).await?;
                 }
                 Some(Message::Keepalive(_)) | None => {}
@@ -273,9 +326,17 @@ impl rpc::Process for Processes {
         let signal = match request.signal.as_known() {
             Some(Signal::SIGNAL_SIGKILL) => SystemSignal::KILL,
             Some(Signal::SIGNAL_SIGTERM) => SystemSignal::TERM,
-            _ => return Err(ConnectError::invalid_argument("signal is SIGNAL_SIGTERM or SIGNAL_SIGKILL")),
+            _ => {
+                return Err(ConnectError::invalid_argument(
+                    "signal is SIGNAL_SIGTERM or SIGNAL_SIGKILL",
+                ));
+            }
         };
-        let process = self.0.processes.find_running(&selector).ok_or_else(|| not_found(&selector))?;
+        let process = self
+            .0
+            .processes
+            .find_running(&selector)
+            .ok_or_else(|| not_found(&selector))?;
         if !self.0.processes.signal(process.pid, signal) {
             return Err(not_found(&selector));
         }

@@ -56,7 +56,10 @@ impl Failure {
 
     pub fn parse(report: [u8; Self::LENGTH]) -> Self {
         let [step, errno @ ..] = report;
-        Self { step, error: io::Error::from_raw_os_error(i32::from_ne_bytes(errno)) }
+        Self {
+            step,
+            error: io::Error::from_raw_os_error(i32::from_ne_bytes(errno)),
+        }
     }
 
     /// Whether the request, rather than the machine, is at fault.
@@ -77,7 +80,8 @@ impl Failure {
 /// Errors: `WouldBlock` when the group, or the machine, has no process number left.
 pub fn spawn(program: &Program, cgroup: Option<BorrowedFd<'_>>) -> io::Result<Spawned> {
     let (outcome, report) = io::pipe()?;
-    let [arguments, environment] = [&program.arguments, &program.environment].map(|strings| pointers(strings));
+    let [arguments, environment] =
+        [&program.arguments, &program.environment].map(|strings| pointers(strings));
     // SAFETY: an all-zero clone_args is valid: no flags, no addresses.
     let mut clone: libc::clone_args = unsafe { std::mem::zeroed() };
     clone.exit_signal = libc::SIGCHLD as u64;
@@ -87,20 +91,38 @@ pub fn spawn(program: &Program, cgroup: Option<BorrowedFd<'_>>) -> io::Result<Sp
     }
     // SAFETY: without CLONE_VM this is a fork: the child gets its own copy of this memory and goes on right here, where it only
     // calls `child`, which does not return.
-    let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw const clone, size_of::<libc::clone_args>()) };
+    let pid = unsafe {
+        libc::syscall(
+            libc::SYS_clone3,
+            &raw const clone,
+            size_of::<libc::clone_args>(),
+        )
+    };
     match pid {
         0 => child(program, &arguments, &environment, report.as_raw_fd()),
-        pid if pid > 0 => Ok(Spawned { pid: pid as u32, outcome: outcome.into() }),
+        pid if pid > 0 => Ok(Spawned {
+            pid: pid as u32,
+            outcome: outcome.into(),
+        }),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
 fn pointers(strings: &[CString]) -> Vec<*const libc::c_char> {
-    strings.iter().map(|string| string.as_ptr()).chain([ptr::null()]).collect()
+    strings
+        .iter()
+        .map(|string| string.as_ptr())
+        .chain([ptr::null()])
+        .collect()
 }
 
 /// The child: no allocation, no lock, no panic.
-fn child(program: &Program, arguments: &[*const libc::c_char], environment: &[*const libc::c_char], report: RawFd) -> ! {
+fn child(
+    program: &Program,
+    arguments: &[*const libc::c_char],
+    environment: &[*const libc::c_char],
+    report: RawFd,
+) -> ! {
     let (step, errno) = match become_program(program, arguments, environment) {
         Ok(never) => match never {},
         Err(failure) => failure,
@@ -121,34 +143,78 @@ fn become_program(
     arguments: &[*const libc::c_char],
     environment: &[*const libc::c_char],
 ) -> Step<std::convert::Infallible> {
-    let check = |step: u8, result: libc::c_long| if result < 0 { Err((step, errno())) } else { Ok(()) };
+    let check = |step: u8, result: libc::c_long| {
+        if result < 0 {
+            Err((step, errno()))
+        } else {
+            Ok(())
+        }
+    };
     // SAFETY: system calls on integers, on descriptors that are open, and on memory of `program`, which outlives this process
     // image. signal() only sets a disposition; the runtime ignores SIGPIPE, a program expects the default.
     unsafe {
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
         check(0, libc::syscall(libc::SYS_setsid))?;
         if program.terminal {
-            check(1, libc::syscall(libc::SYS_ioctl, program.stdio[0].as_raw_fd(), libc::TIOCSCTTY, 0))?;
+            check(
+                1,
+                libc::syscall(
+                    libc::SYS_ioctl,
+                    program.stdio[0].as_raw_fd(),
+                    libc::TIOCSCTTY,
+                    0,
+                ),
+            )?;
         }
         for (target, fd) in (0..).zip(&program.stdio) {
             check(2, libc::syscall(libc::SYS_dup3, fd.as_raw_fd(), target, 0))?;
         }
         reset_oom_score();
         libc::syscall(libc::SYS_umask, 0o022);
-        check(3, libc::syscall(libc::SYS_setgroups, program.groups.len(), program.groups.as_ptr()))?;
-        check(3, libc::syscall(libc::SYS_setresgid, program.gid, program.gid, program.gid))?;
-        check(4, libc::syscall(libc::SYS_setresuid, program.uid, program.uid, program.uid))?;
-        check(5, libc::syscall(libc::SYS_chdir, program.directory.as_ptr()))?;
+        check(
+            3,
+            libc::syscall(
+                libc::SYS_setgroups,
+                program.groups.len(),
+                program.groups.as_ptr(),
+            ),
+        )?;
+        check(
+            3,
+            libc::syscall(libc::SYS_setresgid, program.gid, program.gid, program.gid),
+        )?;
+        check(
+            4,
+            libc::syscall(libc::SYS_setresuid, program.uid, program.uid, program.uid),
+        )?;
+        check(
+            5,
+            libc::syscall(libc::SYS_chdir, program.directory.as_ptr()),
+        )?;
     }
-    Err((EXECUTE, execute(&program.candidates, arguments, environment)))
+    Err((
+        EXECUTE,
+        execute(&program.candidates, arguments, environment),
+    ))
 }
 
 /// Tries each candidate as execvp does: one that is missing, or may not be executed, is passed over.
-fn execute(candidates: &[CString], arguments: &[*const libc::c_char], environment: &[*const libc::c_char]) -> i32 {
+fn execute(
+    candidates: &[CString],
+    arguments: &[*const libc::c_char],
+    environment: &[*const libc::c_char],
+) -> i32 {
     let mut failure = libc::ENOENT;
     for candidate in candidates {
         // SAFETY: both arrays end with a null pointer and, like the strings they point to, live as long as this process image.
-        unsafe { libc::syscall(libc::SYS_execve, candidate.as_ptr(), arguments.as_ptr(), environment.as_ptr()) };
+        unsafe {
+            libc::syscall(
+                libc::SYS_execve,
+                candidate.as_ptr(),
+                arguments.as_ptr(),
+                environment.as_ptr(),
+            )
+        };
         match errno() {
             libc::ENOENT | libc::ENOTDIR => {}
             libc::EACCES => failure = libc::EACCES,
@@ -163,7 +229,11 @@ fn reset_oom_score() {
     const FILE: &CStr = c"/proc/self/oom_score_adj";
     // SAFETY: system calls on a constant path, a constant byte and the descriptor just opened.
     unsafe {
-        let fd = libc::syscall(libc::SYS_open, FILE.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        let fd = libc::syscall(
+            libc::SYS_open,
+            FILE.as_ptr(),
+            libc::O_WRONLY | libc::O_CLOEXEC,
+        );
         if fd >= 0 {
             libc::syscall(libc::SYS_write, fd, b"0".as_ptr(), 1);
             libc::syscall(libc::SYS_close, fd);
@@ -172,5 +242,7 @@ fn reset_oom_score() {
 }
 
 fn errno() -> i32 {
-    io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
+    io::Error::last_os_error()
+        .raw_os_error()
+        .unwrap_or(libc::EIO)
 }

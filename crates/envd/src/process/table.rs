@@ -72,7 +72,14 @@ struct State {
 
 impl Process {
     pub fn new(pid: u32, config: ProcessConfig, tag: Option<String>, input: Input) -> Self {
-        Self { pid, config, tag, output: Output::default(), input, exited: AtomicBool::new(false) }
+        Self {
+            pid,
+            config,
+            tag,
+            output: Output::default(),
+            input,
+            exited: AtomicBool::new(false),
+        }
     }
 
     /// Marks it as ended while its output is still being read: it is no longer listed, nor signalled.
@@ -129,7 +136,9 @@ impl Table {
         let mut result = None;
         for cgroup in cgroups {
             let attempt = spawn(program, Some(cgroup));
-            let full = attempt.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
+            let full = attempt
+                .as_ref()
+                .is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
             result = Some(attempt);
             if !full {
                 break;
@@ -138,7 +147,11 @@ impl Table {
         let spawned = result.unwrap_or_else(|| spawn(program, None))?;
         let (sender, exit) = oneshot::channel();
         state.children.insert(spawned.pid, sender);
-        Ok(Child { pid: spawned.pid, outcome: spawned.outcome, exit })
+        Ok(Child {
+            pid: spawned.pid,
+            outcome: spawned.outcome,
+            exit,
+        })
     }
 
     pub fn add(&self, process: Arc<Process>) {
@@ -148,44 +161,70 @@ impl Table {
     /// Forgets a process whose last event was published.
     pub fn retire(&self, process: &Arc<Process>, end: End) {
         let mut state = self.state();
-        if state.processes.get(&process.pid).is_some_and(|known| Arc::ptr_eq(known, process)) {
+        if state
+            .processes
+            .get(&process.pid)
+            .is_some_and(|known| Arc::ptr_eq(known, process))
+        {
             state.processes.remove(&process.pid);
         }
         if state.ended.len() == REMEMBERED {
             state.ended.pop_front();
         }
-        state.ended.push_back((process.pid, process.tag.clone(), end));
+        state
+            .ended
+            .push_back((process.pid, process.tag.clone(), end));
     }
 
     pub fn running(&self) -> Vec<Arc<Process>> {
-        self.state().processes.values().filter(|process| process.is_running()).cloned().collect()
+        self.state()
+            .processes
+            .values()
+            .filter(|process| process.is_running())
+            .cloned()
+            .collect()
     }
 
     pub fn find_running(&self, selector: &Selector) -> Option<Arc<Process>> {
         let state = self.state();
         let mut newest_first = state.processes.values().rev();
         newest_first
-            .find(|process| process.is_running() && selector.matches(process.pid, process.tag.as_deref()))
+            .find(|process| {
+                process.is_running() && selector.matches(process.pid, process.tag.as_deref())
+            })
             .cloned()
     }
 
     /// A running process, one whose output is still being read, or one that has ended not long ago.
     pub fn find(&self, selector: &Selector) -> Option<Found> {
         let state = self.state();
-        let known = state.processes.values().rev().find(|process| selector.matches(process.pid, process.tag.as_deref()));
+        let known = state
+            .processes
+            .values()
+            .rev()
+            .find(|process| selector.matches(process.pid, process.tag.as_deref()));
         if let Some(process) = known {
             return Some(Found::Running(process.clone()));
         }
-        let ended = state.ended.iter().rev().find(|(pid, tag, _)| selector.matches(*pid, tag.as_deref()));
+        let ended = state
+            .ended
+            .iter()
+            .rev()
+            .find(|(pid, tag, _)| selector.matches(*pid, tag.as_deref()));
         ended.map(|(pid, _, end)| Found::Ended(*pid, end.clone()))
     }
 
     /// Signals the process group of a child of ours; false when it has ended.
     pub fn signal(&self, pid: u32, signal: Signal) -> bool {
         let state = self.state();
-        let Some(target) = Pid::from_raw(pid as i32).filter(|_| state.children.contains_key(&pid)) else { return false };
+        let Some(target) = Pid::from_raw(pid as i32).filter(|_| state.children.contains_key(&pid))
+        else {
+            return false;
+        };
         // Before its setsid a child has no group of its own yet.
-        kill_process_group(target, signal).or_else(|_| kill_process(target, signal)).is_ok()
+        kill_process_group(target, signal)
+            .or_else(|_| kill_process(target, signal))
+            .is_ok()
     }
 
     /// Ends the streams of all clients. The processes go on.
@@ -199,7 +238,9 @@ impl Table {
     fn reap(&self) -> usize {
         let mut state = self.state();
         for count in 0..REAP_BATCH {
-            let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) else { return count };
+            let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) else {
+                return count;
+            };
             let exit = match (status.exit_status(), status.terminating_signal()) {
                 (Some(code), _) => Exit::Code(code),
                 (None, Some(signal)) => Exit::Signal(signal),
