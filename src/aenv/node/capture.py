@@ -61,9 +61,10 @@ class Capturer:
             return capture
         machines, successor_id = self._machines, new_machine_id()
         async with AsyncExitStack() as undo:
-            workdir = await undo.enter_async_context(machines.workdir(successor_id, machine.owner, machine.slot))
-            image = machines.memory(successor_id, machine.shape, None, machine.slot, machine.owner)
-            memory = await undo.enter_async_context(image)
+            undo.callback(machines.free_workdir, successor_id)
+            workdir = machines.make_workdir(successor_id, machine.owner, machine.slot)
+            undo.push_async_callback(machines.free_image, memory_image(successor_id))
+            memory = await machines.open_memory(successor_id, machine.shape, None, machine.slot, machine.owner)
             spec = machines.spec(successor_id, workdir, machine.shape, memory, machine.disk_path, machine.slot)
             successor = await machines.driver.prepare_successor(machine.vm, spec)
             undo.push_async_callback(successor.discard)

@@ -8,8 +8,8 @@ node/capture.py.
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class Machines:
         try:
             await machine.guest.wait_healthy(self.settings.boot_timeout_s)
         except GuestUnresponsive as error:
-            tail = (await machine.vm.console())[-6000:]
+            tail = (await machine.vm.console())[-2000:]
             await self.release(machine)
             raise OperationFailed(f"the guest did not come up: {error.message}\n{tail}") from error
         except BaseException:
@@ -135,9 +135,12 @@ class Machines:
         async with AsyncExitStack() as undo:
             slot = await self._slots.acquire(owner, policy)
             undo.callback(self._slots.release, slot)
-            workdir = await undo.enter_async_context(self.workdir(machine_id, owner, slot))
-            disk = await undo.enter_async_context(self._disk(disk_image, shape, disk_layers, slot, owner))
-            memory = await undo.enter_async_context(self.memory(machine_id, shape, memory_layers, slot, owner))
+            undo.callback(self.free_workdir, machine_id)
+            workdir = self.make_workdir(machine_id, owner, slot)
+            undo.push_async_callback(self.free_image, disk_image)
+            disk = await self._open_disk(disk_image, shape, disk_layers, slot, owner)
+            undo.push_async_callback(self.free_image, memory_image(machine_id))
+            memory = await self.open_memory(machine_id, shape, memory_layers, slot, owner)
             vm = await start(self.spec(machine_id, workdir, shape, memory, disk, slot))
             undo.pop_all()
         return Machine(
@@ -154,7 +157,7 @@ class Machines:
             memory_layers=tuple(memory_layers),
         )
 
-    # the parts, each undone on failure and kept on success
+    # the parts: freeing one that was not, or only half, made is fine
 
     def spec(self, machine_id: MachineId, workdir: Path, shape: Shape, memory: Path, disk: Path, slot: Slot) -> VmSpec:
         return VmSpec(
@@ -168,56 +171,38 @@ class Machines:
             confinement=Confinement(uid=slot.uid, gid=slot.uid, memory_mib=shape.memory_mib),
         )
 
-    @asynccontextmanager
-    async def workdir(self, machine_id: MachineId, owner: str, slot: Slot) -> AsyncIterator[Path]:
+    def make_workdir(self, machine_id: MachineId, owner: str, slot: Slot) -> Path:
         self._ledger.record("vm", machine_id, owner=owner)
         path = self._paths.machines / machine_id
-        try:
-            path.mkdir(mode=0o700)
-            os.chown(path, slot.uid, slot.uid)
-            yield path
-        except BaseException:
-            self.free_workdir(machine_id)
-            raise
+        path.mkdir(mode=0o700)
+        os.chown(path, slot.uid, slot.uid)
+        return path
 
     def free_workdir(self, machine_id: MachineId) -> None:
         shutil.rmtree(self._paths.machines / machine_id, ignore_errors=True)
         self._ledger.erase("vm", machine_id)
 
-    @asynccontextmanager
-    async def _disk(
-        self, image: str, shape: Shape, layers: Sequence[LayerId], slot: Slot, owner: str
-    ) -> AsyncIterator[Path]:
+    async def _open_disk(self, image: str, shape: Shape, layers: Sequence[LayerId], slot: Slot, owner: str) -> Path:
         self._ledger.record("image", image, owner=owner)
         upper = self._paths.uppers / image
-        try:
-            upper.mkdir(mode=0o700)
-            os.chown(upper, self.settings.blockd_uid, self.settings.blockd_uid)
-            opened = await self.storage.open_disk(
-                image, layers=self.layers.paths(layers), size=shape.disk_mib * MIB, upper=upper, uid=slot.uid
-            )
-            yield opened.path
-        except BaseException:
-            await self.free_image(image)
-            raise
+        upper.mkdir(mode=0o700)
+        os.chown(upper, self.settings.blockd_uid, self.settings.blockd_uid)
+        opened = await self.storage.open_disk(
+            image, layers=self.layers.paths(layers), size=shape.disk_mib * MIB, upper=upper, uid=slot.uid
+        )
+        return opened.path
 
-    @asynccontextmanager
-    async def memory(
+    async def open_memory(
         self, machine_id: MachineId, shape: Shape, layers: Sequence[LayerId] | None, slot: Slot, owner: str
-    ) -> AsyncIterator[Path]:
+    ) -> Path:
         """Memory of these layers, all zero without any; None: pending."""
         image, size = memory_image(machine_id), shape.memory_mib * MIB
         self._ledger.record("image", image, owner=owner)
-        try:
-            if layers is None:
-                opened = await self.storage.open_pending_memory(image, size=size, uid=slot.uid)
-            else:
-                paths = self.layers.paths(layers)
-                opened = await self.storage.open_memory(image, layers=paths, size=size, uid=slot.uid)
-            yield opened.path
-        except BaseException:
-            await self.free_image(image)
-            raise
+        if layers is None:
+            opened = await self.storage.open_pending_memory(image, size=size, uid=slot.uid)
+        else:
+            opened = await self.storage.open_memory(image, layers=self.layers.paths(layers), size=size, uid=slot.uid)
+        return opened.path
 
     async def free_image(self, image: str) -> None:
         await self.storage.close(image, discard=True)

@@ -133,4 +133,4 @@ class BaseTemplate:
         return await self._capturer.capture_and_stop(machine, holder=holder)
 
 
-_COMMAND_LINE = "aenv.root=/dev/vda aenv.address=169.254.0.21/30 aenv.gateway=169.254.0.22 mitigations=off"
+_COMMAND_LINE = "aenv.root=/dev/vda aenv.address=169.254.0.21/30 aenv.gateway=169.254.0.22 quiet mitigations=off"
