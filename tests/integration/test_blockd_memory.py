@@ -250,5 +250,5 @@ async def test_closing_pending_memory_ends_the_waiting(blockd):
     reader = asyncio.create_task(asyncio.to_thread(image.path.read_bytes))
     await asyncio.sleep(0.1)
     await blockd.client.close("pending")
-    with pytest.raises(OSError, match="Input/output error|Stale file handle"):
+    with pytest.raises(OSError, match=r"Input/output error|Stale file handle"):
         await reader

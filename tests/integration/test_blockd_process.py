@@ -47,14 +47,18 @@ async def test_it_has_no_privileges_and_its_socket_is_private(blockd):
     assert "nosuid,nodev" in mounts[0]
 
 
-async def test_it_ignores_hangups_and_ends_clean(blockd):
+@pytest.mark.parametrize("by_signal", [True, False])
+async def test_it_ignores_hangups_and_ends_clean(blockd, by_signal):
     pid = (await blockd.client.health()).pid
     os.kill(pid, signal.SIGHUP)
     image = await blockd.client.open_disk("disk", layers=[], upper=blockd.new_upper(), uid=0, size=MIB)
     with ExportedFile(image.path) as disk:
         await asyncio.to_thread(disk.write, 0, b"k" * 512)
-    await blockd.client.shutdown()
-    assert await blockd.end() == 0
+    if by_signal:
+        os.kill(pid, signal.SIGTERM)
+    else:
+        await blockd.client.shutdown()
+    assert await blockd.ended() == 0
     assert not blockd.mounted()
     await blockd.start()
     again = await blockd.client.open_disk("disk", layers=[], upper=blockd.directory / "upper1", uid=0)

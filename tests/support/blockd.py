@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -69,10 +68,9 @@ class Blockd:
             self._process.kill()
             await self._process.wait()
 
-    async def end(self) -> int:
-        """SIGTERM. Returns the exit status."""
+    async def ended(self) -> int:
+        """Return when it has ended: its exit status."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
         return await self._process.wait()
 
     def mounted(self) -> bool:

@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -25,6 +26,8 @@ use crate::writer::Written;
 
 /// A request names at most 255 paths of at most 4 KiB.
 const MAX_BODY: usize = 2 << 20;
+/// Between a request to end and the end, so that the answer gets out.
+const TIME_TO_ANSWER: Duration = Duration::from_millis(50);
 
 /// Called by `POST /shutdown` and when the process is asked to end.
 pub type Shutdown = fn();
@@ -101,7 +104,11 @@ impl Api {
             })),
             ("GET", ["metrics"]) => Ok(Answer::Text(METRICS.text(self.images.count()))),
             ("POST", ["shutdown"]) => {
-                (self.shutdown)();
+                let shutdown = self.shutdown;
+                std::thread::spawn(move || {
+                    std::thread::sleep(TIME_TO_ANSWER);
+                    shutdown();
+                });
                 Ok(Answer::Nothing)
             }
             ("GET", ["images"]) => answer(self.images.list()),

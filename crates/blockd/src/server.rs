@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
+use std::time::Duration;
 
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -13,6 +14,7 @@ use crate::connection::Connection;
 
 /// Operations that may run at once; further ones wait.
 const MAX_OPERATIONS: usize = 64;
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 
 /// Serves until the process ends.
 ///
@@ -31,6 +33,9 @@ pub fn serve(listener: UnixListener, api: Arc<Api>) -> io::Result<Infallible> {
                 Ok((stream, _)) => stream,
                 Err(error) => {
                     log::warn!("accept: {error}");
+                    // Most likely out of descriptors: let what holds them go on first.
+                    tokio::task::yield_now().await;
+                    std::thread::sleep(ACCEPT_PAUSE);
                     continue;
                 }
             };
