@@ -199,6 +199,7 @@ def main() -> int:
     timeline = Timeline()
     before = Leftovers.now()
     directory = Path(tempfile.mkdtemp(prefix="aenv-demo-", dir="/var/tmp"))
+    directory.chmod(0o711)
     try:
         with node(timeline, directory) as env:
             os.environ.update(env)

@@ -62,6 +62,7 @@ async def running_node(
     """
     require_root()
     paths = NodePaths.of(settings)
+    require_reachable(paths.home, paths.runtime, settings.cache.absolute())
     with exclusive(paths):
         make_directories(paths, settings)
         async with AsyncExitStack() as stack:
@@ -270,6 +271,17 @@ def make_directories(paths: NodePaths, settings: Settings) -> None:
         directory.mkdir(exist_ok=True)
         os.chown(directory, settings.blockd_uid, settings.blockd_uid)
         directory.chmod(0o700)
+
+
+def require_reachable(*directories: Path) -> None:
+    """blockd and the VMMs are not root: they must be able to get to where they work. Raises: HostUnsupported."""
+    for directory in directories:
+        for parent in reversed(directory.parents):
+            if parent.exists() and not parent.stat().st_mode & 0o001:
+                raise HostUnsupported(
+                    f"{parent} keeps the unprivileged parts of the node out of {directory}",
+                    hint=f"chmod o+x {parent}, or choose another place",
+                )
 
 
 def load_instance_id(paths: NodePaths) -> InstanceId:

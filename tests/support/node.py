@@ -17,6 +17,7 @@ class NodeProcess:
 
     def __init__(self, **settings: str) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="aenv-t-", dir="/var/tmp"))
+        self.directory.chmod(0o711)
         self.home = self.directory / "home"
         self.runtime = self.directory / "run"
         self._env = os.environ | {
@@ -64,7 +65,9 @@ class NodeProcess:
         watchdog.start()
         line = self._process.stdout.readline().split()
         watchdog.cancel()
-        assert line[:1] == ["ready"], f"the node did not become ready:\n{self.log[-4000:]}"
+        if line[:1] != ["ready"]:
+            self.kill()
+            raise AssertionError(f"the node did not become ready:\n{self.log[-4000:]}")
         self.url = line[1]
         self._listen = self.url.removeprefix("http://")
         return self

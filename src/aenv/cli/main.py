@@ -37,13 +37,22 @@ def server(
 def _configure_logs(log_format: str) -> None:
     """Structured lines on standard error: for people on a terminal, JSON elsewhere."""
     people = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
-    renderer = structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer()
+    # Neither form shows local variables: settings and tokens are among them.
+    traceback: structlog.typing.Processor
+    renderer: structlog.typing.Processor
+    if people:
+        traceback = structlog.dev.set_exc_info
+        renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    else:
+        transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        traceback = structlog.processors.ExceptionRenderer(transformer)
+        renderer = structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.dict_tracebacks if not people else structlog.dev.set_exc_info,
+            traceback,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
