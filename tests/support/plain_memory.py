@@ -5,7 +5,7 @@ floor for benchmarks.
 import os
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from aenv.vmm.contract import ProcessMemory, SparseDiff
@@ -22,7 +22,7 @@ _PAGES_AT_ONCE = 256
 class Capture:
     """Pages that changed since the memory was mapped: {offset in the guest: bytes}, neighbours joined."""
 
-    extents: dict[int, bytes]
+    extents: dict[int, bytes] = field(repr=False)
 
     @property
     def pages(self) -> int:

@@ -172,8 +172,14 @@ class QemuHarness(PlainHarness):
         self._bench = bench
         self._links: dict[Path, GuestLink] = {}
         self._undo = contextlib.ExitStack()
+        self._warnings = driver.warnings
         self.driver: Driver = driver
         self.source = source
+
+    @property
+    def driver_warnings(self) -> list[str]:
+        """What the host lacks."""
+        return self._warnings
 
     def close(self) -> None:
         self._undo.close()
@@ -219,13 +225,22 @@ class QemuHarness(PlainHarness):
 
 @contextlib.contextmanager
 def open_directory() -> Iterator[Path]:
-    """A directory other users can enter, with a short path."""
-    directory = Path(tempfile.mkdtemp(prefix="aenv-"))
+    """A directory other users can enter, with a short path; in memory where that takes direct I/O."""
+    directory = Path(tempfile.mkdtemp(prefix="aenv-", dir="/dev/shm" if _takes_direct_io("/dev/shm") else None))
     try:
         directory.chmod(0o755)
         yield directory
     finally:
         shutil.rmtree(directory)
+
+
+def _takes_direct_io(directory: str) -> bool:
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory) as file:
+            os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
 
 
 def _descriptors() -> list[str]:

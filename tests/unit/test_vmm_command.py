@@ -34,12 +34,12 @@ def buses(command: list[str]) -> dict[str, str]:
 def test_a_disk_more_moves_no_other_device() -> None:
     one = buses(arguments(PLATFORM, "n", SPEC, SOURCE))
     two = buses(arguments(PLATFORM, "n", replace(SPEC, disks=[*SPEC.disks, Path("/d")]), SOURCE))
-    assert two == {**one, "disk1": "virtio-mmio-bus.4"}
+    assert two == {**one, "disk1": "virtio-mmio-bus.22"}
     assert one == {
         "virtio-rng-device": "virtio-mmio-bus.0",
         "virtio-balloon-device": "virtio-mmio-bus.1",
         "virtio-net-device": "virtio-mmio-bus.2",
-        "disk0": "virtio-mmio-bus.3",
+        "disk0": "virtio-mmio-bus.23",
     }
 
 

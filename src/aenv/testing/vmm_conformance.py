@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import pytest
@@ -42,7 +42,7 @@ it.
 class Kept:
     """A capture in keeping: everything a restore needs."""
 
-    state: bytes
+    state: bytes = field(repr=False)
     manifest: Manifest
     memory: Any
     """The harness's own: what the pages were put into."""

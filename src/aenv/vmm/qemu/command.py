@@ -28,7 +28,9 @@ _THREAD_POOL_MAX = 16
 """QEMU's default of 64 threads for disk I/O would run into the process limit, and it aborts when it cannot
 make one.
 """
-_RNG_BUS, _BALLOON_BUS, _NETWORK_BUS, _FIRST_DISK_BUS = 0, 1, 2, 3
+_RNG_BUS, _BALLOON_BUS, _NETWORK_BUS = 0, 1, 2
+_FIRST_DISK_BUS = 23
+"""And down from there: a guest numbers its disks from the last place on the bus to the first."""
 
 
 class Accelerator(StrEnum):
@@ -171,7 +173,7 @@ def _disk(number: int, path: Path) -> list[str]:
         "file": file,
     }
     # Errors go to the guest: a VM stopped by a full disk would look like a hanging one.
-    device = _device(_FIRST_DISK_BUS + number, driver="virtio-blk-device", drive=node, werror="report", rerror="report")
+    device = _device(_FIRST_DISK_BUS - number, driver="virtio-blk-device", drive=node, werror="report", rerror="report")
     return ["-blockdev", _json(blockdev), *device]
 
 

@@ -64,6 +64,16 @@ class Place:
     def state_file(self) -> Path:
         return self.workdir / f"state-{self.token}"
 
+    # The directory is the VM's own user's, who may have put anything in their places; it goes with the directory.
+
+    def remove_socket(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.workdir / self.socket_name).unlink()
+
+    def remove_state(self) -> None:
+        with contextlib.suppress(OSError):
+            self.state_file.unlink()
+
 
 class Machine:
     def __init__(
@@ -103,7 +113,7 @@ class Machine:
             undo.callback(group.remove)
             try:
                 listener = _listen(spec, place)
-                undo.callback(_unlink_socket, place)
+                undo.callback(place.remove_socket)
                 with listener:
                     log, log_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
                     undo.callback(os.close, log)
@@ -140,7 +150,7 @@ class Machine:
             raise SandboxLost(f"the VM of {vm_id} is gone: {error}") from error
         async with contextlib.AsyncExitStack() as undo:
             undo.callback(group.remove)
-            undo.callback(_unlink_socket, place)
+            undo.callback(place.remove_socket)
             undo.push_async_callback(_kill, process)
             try:
                 # Opening the pipe by name gives a reading end of our own: log lines written since the old
@@ -215,8 +225,8 @@ class Machine:
         await self._kill()
         await self.release()
         self._group.remove()
-        _unlink_socket(self.place)
-        self.place.state_file.unlink(missing_ok=True)
+        self.place.remove_socket()
+        self.place.remove_state()
 
     async def release(self) -> None:
         """Let go of a process that runs on, for another server process to find. Idempotent."""
@@ -308,10 +318,6 @@ def _short_path(place: Place) -> Iterator[str]:
         yield f"/proc/self/fd/{directory}/{place.socket_name}"
     finally:
         os.close(directory)
-
-
-def _unlink_socket(place: Place) -> None:
-    (place.workdir / place.socket_name).unlink(missing_ok=True)
 
 
 def _read_log(log: int) -> str:

@@ -74,7 +74,7 @@ class QemuVm:
 
     async def wait(self) -> str:
         await self._machine.process.wait()
-        return self._machine.log_tail() or "QEMU ended without a word"
+        return self._machine.obituary()
 
     async def console(self) -> str:
         # Reading empties QEMU's ring, so what was read is kept.
@@ -95,7 +95,7 @@ class QemuVm:
         except OSError as error:
             raise OperationFailed(f"the saved state of {self._record.vm_id} cannot be read: {error}") from error
         finally:
-            file.unlink(missing_ok=True)
+            self._machine.place.remove_state()
 
 
 class QemuSuccessor:
