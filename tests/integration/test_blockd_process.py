@@ -77,10 +77,23 @@ async def test_a_second_one_is_refused(blockd):
     assert (await blockd.client.health()).images == 0
 
 
-def hammer(path: Path, acknowledged: dict[int, bytes], lane: int, stop: threading.Event) -> None:
+async def test_one_killed_and_started_at_once_keeps_its_mount(blockd):
+    """What the dead one left to unmount must not take the new one's mount."""
+    upper = blockd.new_upper()
+    for _ in range(30):
+        await blockd.kill()
+        await blockd.start()
+        image = await blockd.client.open_disk("disk", layers=[], upper=upper, uid=0, size=MIB)
+        await asyncio.sleep(0.03)
+        assert image.path.exists()
+    mounts = Path("/proc/self/mountinfo").read_text().count(str(blockd.mount))
+    assert mounts == 1
+
+
+def hammer(disk: ExportedFile, acknowledged: dict[int, bytes], lane: int, stop: threading.Event) -> None:
     """Write numbered blocks in a lane of our own, noting each only once it was acknowledged, until I/O fails."""
     source = random.Random(lane)
-    with ExportedFile(path) as disk, contextlib.suppress(OSError):
+    with disk, contextlib.suppress(OSError):
         while not stop.is_set():
             block = lane + 4 * source.randrange(512)
             data = source.randbytes(4096)
@@ -102,7 +115,11 @@ async def test_acknowledged_writes_survive_its_death(blockd):
         lanes: list[dict[int, bytes]] = [{} for _ in range(4)]
         for block, data in acknowledged.items():
             lanes[block % 4][block] = data
-        writers = [asyncio.to_thread(hammer, image.path, lanes[lane], lane, stop) for lane in range(4)]
+        disks = [await asyncio.to_thread(ExportedFile, image.path) for _ in lanes]
+        writers = [
+            asyncio.to_thread(hammer, disk, lane, number, stop)
+            for number, (disk, lane) in enumerate(zip(disks, lanes, strict=True))
+        ]
         running = asyncio.gather(*writers)
         await asyncio.sleep(0.4)
         if death == 1:

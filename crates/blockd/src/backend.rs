@@ -63,6 +63,18 @@ pub fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     name.into()
 }
 
+/// Locks a file or directory for as long as this open of it lives, in whatever process.
+/// `WouldBlock` when another open has the lock.
+pub fn try_lock(file: &File) -> io::Result<()> {
+    // SAFETY: a call on a descriptor we own; no memory is passed.
+    let failed = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) };
+    if failed == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
 /// The real thing.
 pub struct HostFiles {
     boot_id: [u8; 16],
@@ -151,13 +163,8 @@ impl Files for HostFiles {
 
     fn lock_dir(&self, path: &Path) -> io::Result<Lock> {
         let directory = File::open(path)?;
-        // SAFETY: a call on a descriptor we own; no memory is passed.
-        let failed = unsafe { libc::flock(directory.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) };
-        if failed == 0 {
-            Ok(Box::new(directory))
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        try_lock(&directory)?;
+        Ok(Box::new(directory))
     }
 
     fn boot_id(&self) -> [u8; 16] {

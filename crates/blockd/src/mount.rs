@@ -5,23 +5,31 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read};
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use crate::backend::{try_lock, with_suffix};
 use crate::error::{Code, Context, Error, Result};
 
 const FILE_SYSTEM: &str = "fuse.blockd";
 /// Mounts one on top of the other that a start clears away at most.
 const MAX_STALE: usize = 64;
 
+/// How long a start waits for what a dead daemon left to unmount itself.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
+
 /// The daemon's mount. Dropping it unmounts, and returns when that is done.
 pub struct Mount {
-    /// Major and minor number.
+    /// Device number.
     pub device: u64,
     /// Closed, by us or by our death, it tells the other process to unmount.
-    pipe: Option<File>,
+    pipe: Option<PipeWriter>,
     unmounter: libc::pid_t,
 }
 
@@ -30,23 +38,23 @@ pub struct Mount {
 ///
 /// Must be called before the process has threads, since it forks.
 pub fn mount(directory: &Path) -> Result<(Mount, OwnedFd)> {
-    let directory = prepare(directory)?;
-    let (reader, mut pipe) = io::pipe()
-        .map(|(reader, writer)| {
-            (
-                File::from(OwnedFd::from(reader)),
-                File::from(OwnedFd::from(writer)),
-            )
-        })
-        .context(|| "make a pipe".into())?;
+    let directory = resolve(directory)?;
+    let lock = lock(&directory)?;
+    clear(&directory)?;
+    let (reader, pipe) = io::pipe().context(|| "make a pipe".into())?;
     // SAFETY: no other thread exists; the child calls nothing but `unmount_at_end`, which never
     // returns.
     let unmounter = match unsafe { libc::fork() } {
         -1 => return Err(Error::io("fork", &io::Error::last_os_error())),
-        0 => unmount_at_end(reader, &directory),
+        0 => unmount_at_end(&reader, &lock, &directory),
         child => child,
     };
-    drop(reader);
+    // From here on dropping it tidies up.
+    let mut mount = Mount {
+        device: 0,
+        pipe: Some(pipe),
+        unmounter,
+    };
     let fuse = open_device()?;
     let options = format!(
         "fd={},rootmode=40711,user_id=0,group_id=0,allow_other,default_permissions",
@@ -74,24 +82,13 @@ pub fn mount(directory: &Path) -> Result<(Mount, OwnedFd)> {
             error.with_hint("blockd must be started with CAP_SYS_ADMIN, on a kernel with FUSE")
         );
     }
-    let device = mounted_device(&directory)
-        .context(|| "read /proc/self/mountinfo".into())?
-        .ok_or_else(|| {
-            Error::new(
-                Code::Io,
-                format!("{} is not mounted after mounting it", directory.display()),
-            )
-        })?;
-    pipe.write_all(&device.to_ne_bytes())
-        .context(|| "write to the unmounting process".into())?;
-    Ok((
-        Mount {
-            device,
-            pipe: Some(pipe),
-            unmounter,
-        },
-        fuse,
-    ))
+    mount.device = mounted_device(&directory)?.ok_or_else(|| {
+        Error::new(
+            Code::Io,
+            format!("{} is not mounted after mounting it", directory.display()),
+        )
+    })?;
+    Ok((mount, fuse))
 }
 
 impl Drop for Mount {
@@ -116,9 +113,9 @@ fn open_device() -> Result<OwnedFd> {
         .map_err(|error| error.with_hint(hint))
 }
 
-/// The absolute path of a directory that exists and has no mount of ours.
-fn prepare(directory: &Path) -> Result<PathBuf> {
-    // Not of the directory itself: with a dead mount on it, it cannot be looked at.
+/// The absolute path of a directory that may have a dead mount on it, and so cannot be looked at
+/// itself.
+fn resolve(directory: &Path) -> Result<PathBuf> {
     let parent = directory
         .parent()
         .ok_or_else(|| Error::invalid("the mount directory must not be the root"))?;
@@ -129,25 +126,57 @@ fn prepare(directory: &Path) -> Result<PathBuf> {
     let name = directory
         .file_name()
         .ok_or_else(|| Error::invalid("the mount directory has no name"))?;
-    let directory = parent.join(name);
+    Ok(parent.join(name))
+}
+
+/// Makes the directory ours until the returned file is closed, by us and by the unmounting process:
+/// neither a second daemon nor the unmounting process of a dead one then works on it.
+fn lock(directory: &Path) -> Result<File> {
+    let path = with_suffix(directory, ".lock");
+    let what = || format!("lock {}", path.display());
+    let mut options = File::options();
+    let file = options
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(&path)
+        .context(what)?;
+    let deadline = Instant::now() + LOCK_TIMEOUT;
+    loop {
+        match try_lock(&file) {
+            Ok(()) => return Ok(file),
+            Err(error) if error.kind() != ErrorKind::WouldBlock => {
+                return Err(Error::io(what(), &error));
+            }
+            Err(_) if Instant::now() < deadline => std::thread::sleep(LOCK_PAUSE),
+            Err(_) => {
+                return Err(Error::conflict(format!(
+                    "another blockd has {}",
+                    directory.display()
+                )));
+            }
+        }
+    }
+}
+
+/// Makes the directory, without a mount of ours on it.
+fn clear(directory: &Path) -> Result<()> {
     for _ in 0..MAX_STALE {
-        if mounted_device(&directory)
-            .context(|| "read /proc/self/mountinfo".into())?
-            .is_none()
-        {
+        if mounted_device(directory)?.is_none() {
             break;
         }
         log::warn!(
             "unmounting what a dead blockd left on {}",
             directory.display()
         );
-        detach(&directory).context(|| format!("unmount {}", directory.display()))?;
+        detach(directory).context(|| format!("unmount {}", directory.display()))?;
     }
-    match std::fs::create_dir(&directory) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+    match std::fs::create_dir(directory) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => {
             Err(Error::io(format!("make {}", directory.display()), &error))
         }
-        _ => Ok(directory),
+        _ => Ok(()),
     }
 }
 
@@ -164,8 +193,8 @@ fn detach(directory: &Path) -> io::Result<()> {
 }
 
 /// Device number of the topmost mount on `directory`, when that is one of ours.
-fn mounted_device(directory: &Path) -> io::Result<Option<u64>> {
-    let table = std::fs::read("/proc/self/mountinfo")?;
+fn mounted_device(directory: &Path) -> Result<Option<u64>> {
+    let table = std::fs::read("/proc/self/mountinfo").context(|| "read the mount table".into())?;
     let mut found = None;
     for line in table.split(|&byte| byte == b'\n') {
         // id parent major:minor root mount-point options… - type source options
@@ -215,24 +244,25 @@ fn unescape(text: &[u8]) -> Vec<u8> {
     plain
 }
 
-/// The whole life of the unmounting process: waits for the daemon's end, then unmounts what it
-/// mounted, if it did and nothing else is there since.
-fn unmount_at_end(mut reader: File, directory: &Path) -> ! {
-    // SAFETY: plain calls on our own process. Descriptors are closed so that nobody waits for a
-    // pipe or socket because of us; of those numbers only `reader` is used again.
-    unsafe {
+/// The whole life of the unmounting process: waits for the daemon's end, then unmounts. It has the
+/// lock as long as it lives, so what is mounted there by then is the daemon's.
+fn unmount_at_end(daemon: &PipeReader, lock: &File, directory: &Path) -> ! {
+    // SAFETY: plain calls on our own process. All descriptors but two are closed, so that nobody
+    // waits for a pipe or socket because of us; of the closed ones none is used again, since this
+    // function never returns.
+    let mut daemon = unsafe {
         libc::setsid();
-        libc::signal(libc::SIGTERM, libc::SIG_IGN);
-        libc::signal(libc::SIGHUP, libc::SIG_IGN);
-        libc::signal(libc::SIGINT, libc::SIG_IGN);
-        let moved = libc::dup2(reader.as_raw_fd(), 0);
-        libc::close_range(1, u32::MAX, 0);
-        std::mem::forget(std::mem::replace(&mut reader, File::from_raw_fd(moved)));
-    }
-    let mut device = Vec::new();
-    let _ = reader.read_to_end(&mut device);
-    let device = <[u8; 8]>::try_from(device).map(u64::from_ne_bytes);
-    if device.is_ok() && mounted_device(directory).ok().flatten() == device.ok() {
+        for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGINT] {
+            libc::signal(signal, libc::SIG_IGN);
+        }
+        libc::dup2(daemon.as_raw_fd(), 0);
+        libc::dup2(lock.as_raw_fd(), 1);
+        libc::close_range(2, u32::MAX, 0);
+        ManuallyDrop::new(File::from_raw_fd(0))
+    };
+    // Nothing is ever written; an error ends the wait as the daemon's end does.
+    let _ = daemon.read_to_end(&mut Vec::new());
+    if let Ok(Some(_)) = mounted_device(directory) {
         let _ = detach(directory);
     }
     // SAFETY: ends the process without running what the daemon registered for its own end.
