@@ -130,7 +130,7 @@ impl Admin {
     }
 
     fn metrics(&self) -> Reply {
-        let mut reply = Response::new(Full::from(METRICS.prometheus(self.routes.specs().len())));
+        let mut reply = Response::new(Full::from(METRICS.prometheus(self.routes.len())));
         reply.headers_mut().insert(
             CONTENT_TYPE,
             HeaderValue::from_static("text/plain; version=0.0.4"),

@@ -223,6 +223,10 @@ impl RouteTable {
         })
     }
 
+    pub fn len(&self) -> usize {
+        self.read(|entries| entries.routes.len())
+    }
+
     /// Closes upstream connections that nobody used for long.
     pub fn sweep(&self) {
         self.read(|entries| entries.routes.values().for_each(|route| route.pool.sweep()));
