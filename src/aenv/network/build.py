@@ -17,6 +17,8 @@ from aenv.network.ruleset import TABLE
 from aenv.network.slot import (
     GATEWAY_ADDRESS,
     GATEWAY_MAC,
+    GUEST_ADDRESS,
+    GUEST_MAC,
     GUEST_PREFIX_LENGTH,
     NETNS_DIRECTORY,
     TAP,
@@ -25,9 +27,6 @@ from aenv.network.slot import (
     SlotPlan,
 )
 from aenv.network.tap import create_tap
-
-ARP_RETRANSMIT_MS = 100
-"""A guest that is just waking misses the first request; the kernel's 1 s would be added to its start."""
 
 
 class IndexTakenError(Exception):
@@ -107,12 +106,13 @@ class SlotBuilder:
 
     def _tap(self, _undo: ExitStack) -> None:
         create_tap(TAP)
-        namespace.set_sysctl(f"ipv4/neigh/{TAP}/retrans_time_ms", ARP_RETRANSMIT_MS)
         with Netlink() as inside:
             tap = inside.link_index(TAP)
             inside.set_mac(tap, GATEWAY_MAC)
             inside.set_up(tap)
             inside.add_address(tap, GATEWAY_ADDRESS, GUEST_PREFIX_LENGTH)
+            # Known, so not asked for: a guest that is slow to answer ARP would be "no route to host" for a while.
+            inside.add_neighbour(tap, GUEST_ADDRESS, GUEST_MAC)
 
     def _filter(self, _undo: ExitStack) -> None:
         nft.apply(self._nft, self._rules)

@@ -14,6 +14,8 @@ from pyroute2 import IPRoute  # type: ignore[attr-defined]
 from pyroute2.netlink.exceptions import NetlinkError
 
 _MAIN_TABLE = 254
+_PERMANENT = 0x80
+"""NUD_PERMANENT (linux/neighbour.h)."""
 _ONLINK = 0x4
 """RTNH_F_ONLINK (linux/rtnetlink.h): the gateway is on this link, whatever addresses the link has."""
 
@@ -74,6 +76,11 @@ class Netlink:
         except OSError as error:
             if error.errno != errno.ENODEV:
                 raise
+
+    def add_neighbour(self, link: int, address: str, mac: str) -> None:
+        """For good: no request is ever made for it."""
+        with _os_errors(f"add neighbour {address}"):
+            self._socket.neigh("add", ifindex=link, dst=address, lladdr=mac, state=_PERMANENT)
 
     def add_address(self, link: int, address: str, prefix_length: int) -> None:
         with _os_errors(f"add address {address}"):
