@@ -32,7 +32,7 @@ class FakeVm:
     """See `aenv.vmm.contract.Vm`."""
 
     def __init__(self, process: FakeVmm, host: FakeHost, record: VmRecord, request_timeout_s: float) -> None:
-        self._process = process
+        self.process = process
         self._host = host
         self._record = record
         self._request_timeout_s = request_timeout_s
@@ -40,6 +40,27 @@ class FakeVm:
     @property
     def record(self) -> VmRecord:
         return self._record
+
+    async def load(self, spec: VmSpec, state: bytes) -> None:
+        """Take on a saved state; the VM is stopped then. Raises: CorruptData, OperationFailed, SandboxLost."""
+        file = self._file("state")
+        file.write_bytes(state)
+        try:
+            await self.request(
+                "PUT",
+                "/snapshot/load",
+                snapshot_path=str(file),
+                mem_backend={"backend_type": "File", "backend_path": str(spec.memory)},
+                track_dirty_pages=True,
+                network_overrides=_network(spec.network),
+                drive_overrides=[str(disk) for disk in spec.disks],
+            )
+        except OperationFailed as error:
+            if CORRUPT in error.message:
+                raise CorruptData(f"the saved state for {spec.vm_id} was refused: {error.message}") from error
+            raise
+        finally:
+            file.unlink()
 
     async def suspend(self) -> None:
         await self.request("PATCH", "/vm", state="Paused")
@@ -65,16 +86,16 @@ class FakeVm:
         pass  # nothing is held outside the host
 
     async def wait(self) -> str:
-        await self._process.ended.wait()
-        return f"the VMM ended with {self._process.outcome}"
+        await self.process.ended.wait()
+        return f"the VMM ended with {self.process.outcome}"
 
     async def console(self) -> str:
-        return "fake guest ready\n" if self._process.outcome is None else ""
+        return "fake guest ready\n" if self.process.outcome is None else ""
 
     def stats(self) -> VmStats:
-        if self._process.guest is None or self._process.outcome is not None:
+        if self.process.guest is None or self.process.outcome is not None:
             raise SandboxLost(f"the VM of {self._record.vm_id} is gone")
-        private = self._process.guest.private_pages * PAGE
+        private = self.process.guest.private_pages * PAGE
         return VmStats(cpu_s=0.0, resident_bytes=private, private_bytes=private)
 
     async def request(self, method: str, path: str, **body: Any) -> None:
@@ -83,7 +104,7 @@ class FakeVm:
         """
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                await self._process.request(method, path, body)
+                await self.process.request(method, path, body)
         except ApiError as error:
             raise OperationFailed(f"{method} {path} of {self._record.vm_id} was refused: {error}") from error
         except ConnectionError as error:
@@ -104,6 +125,7 @@ class FakeDriver:
     """
 
     capture_kind = CaptureKind.TRACKING
+    vm_type: type[FakeVm] = FakeVm
 
     def __init__(self, host: FakeHost, *, cpu_model: str = "fake", request_timeout_s: float = 0.2) -> None:
         self.host = host
@@ -115,8 +137,8 @@ class FakeDriver:
         return []
 
     async def boot(self, spec: VmSpec, source: BootSource) -> Vm:
-        vm = self._spawn(spec, source.key)
-        async with _undone_on_failure(vm):
+        vm = self.spawn(spec, source.key)
+        async with undone_on_failure(vm):
             await vm.request(
                 "PUT",
                 "/machine-config",
@@ -135,26 +157,9 @@ class FakeDriver:
         self.check(manifest)
         ours = self._manifest(spec.vcpus, spec.memory_mib, len(spec.disks), manifest.kernel)
         _require_equal(manifest, ours)
-        vm = self._spawn(spec, manifest.kernel)
-        async with _undone_on_failure(vm):
-            file = spec.workdir / "state"
-            file.write_bytes(state)
-            try:
-                await vm.request(
-                    "PUT",
-                    "/snapshot/load",
-                    snapshot_path=str(file),
-                    mem_backend={"backend_type": "File", "backend_path": str(spec.memory)},
-                    track_dirty_pages=True,
-                    network_overrides=_network(spec.network),
-                    drive_overrides=[str(disk) for disk in spec.disks],
-                )
-            except OperationFailed as error:
-                if CORRUPT in error.message:
-                    raise CorruptData(f"the saved state for {spec.vm_id} was refused: {error.message}") from error
-                raise
-            finally:
-                file.unlink()
+        vm = self.spawn(spec, manifest.kernel)
+        async with undone_on_failure(vm):
+            await vm.load(spec, state)
             if run:
                 await vm.resume()
         return vm
@@ -166,7 +171,7 @@ class FakeDriver:
         process = self.host.processes.get(record.pid)
         if process is None or process.start_time != record.start_time:
             raise SandboxLost(f"the VM of {record.vm_id} is gone")
-        return FakeVm(process, self.host, record, self._request_timeout_s)
+        return self.vm_type(process, self.host, record, self._request_timeout_s)
 
     async def sweep(self, keep: Collection[VmRecord]) -> list[str]:
         kept = {record.pid for record in keep}
@@ -179,7 +184,8 @@ class FakeDriver:
         ours = self._manifest(manifest.vcpus, manifest.memory_mib, manifest.disks, manifest.kernel)
         _require_equal(manifest, ours)
 
-    def _spawn(self, spec: VmSpec, kernel: str) -> FakeVm:
+    def spawn(self, spec: VmSpec, kernel: str) -> FakeVm:
+        """A process that is not configured yet."""
         if not spec.memory.exists() or spec.memory.stat().st_size != spec.memory_mib * _MIB:
             raise OperationFailed(f"the memory image for {spec.vm_id} is not there or not {spec.memory_mib} MiB")
         process = self.host.spawn(spec.vm_id)
@@ -190,7 +196,7 @@ class FakeDriver:
             workdir=str(spec.workdir),
             manifest=self._manifest(spec.vcpus, spec.memory_mib, len(spec.disks), kernel).to_json(),
         )
-        return FakeVm(process, self.host, record, self._request_timeout_s)
+        return self.vm_type(process, self.host, record, self._request_timeout_s)
 
     def _manifest(self, vcpus: int, memory_mib: int, disks: int, kernel: str) -> Manifest:
         return Manifest(
@@ -210,7 +216,7 @@ class FakeDriver:
 
 
 @asynccontextmanager
-async def _undone_on_failure(vm: FakeVm) -> AsyncIterator[None]:
+async def undone_on_failure(vm: FakeVm) -> AsyncIterator[None]:
     """A VM that cannot be brought up is ended, and never was one to be lost."""
     try:
         yield

@@ -2,8 +2,9 @@
 
     FakeHost      what survives a server: the VMM "processes", and the network by which guests are reached
     FakeVmm       one such process: an API of resources with a configuration phase and a running phase, and a
-    guest FakeGuest     a memory of pages over the memory image, a counter that advances while it runs, and
-    some commands FakeDriver    the VMM contract, spoken through nothing but the API
+    FakeGuest     its guest: a memory of pages over the memory image, a counter that advances while it runs,
+                  some commands, and what its agent remembers
+    FakeDriver    the VMM contract, spoken through nothing but the API
 
 As with stock Firecracker, state is saved only together with memory, as the pages written since the last save,
 into a sparse file; and only a VM that has not been configured can load a snapshot. Everything is in one
@@ -33,6 +34,9 @@ _MIB = 1 << 20
 _TICKS_PER_S = 1000
 _SECTOR = 512
 _ZERO_PAGE = bytes(PAGE)
+_PAGEMAP_ENTRY = 8
+_PRIVATE = 1 << 63
+"""A page that is present and of no file."""
 CORRUPT = "cannot deserialize the microVM state"
 
 
@@ -180,10 +184,15 @@ class FakeVmm:
         assert self.guest is not None
         if self.guest.running:
             raise ApiError("cannot save a running microVM")
-        if body["snapshot_type"] != "Diff":
-            raise ApiError("only Diff is pretended")
-        self.guest.write_diff(Path(body["mem_file_path"]))
-        state = {"ticks": self.guest.ticks, "size": self.guest.size, "disks": len(self._disks)}
+        match body["snapshot_type"]:
+            case "Diff":
+                self.guest.write_diff(Path(body["mem_file_path"]))
+            case "State":
+                pass  # unlike the original: for the driver that reads the memory of the process
+            case other:
+                raise ApiError(f"snapshot type {other} is not pretended")
+        guest = self.guest
+        state = {"ticks": guest.ticks, "size": guest.size, "disks": len(self._disks), "agent": guest.agent}
         content = json.dumps(state).encode()
         Path(body["snapshot_path"]).write_bytes(blake2b(content, digest_size=8).digest() + content)
 
@@ -197,6 +206,7 @@ class FakeVmm:
         if state["disks"] != len(body["drive_overrides"]):
             raise ApiError("the microVM state has another number of drives")
         self.guest = FakeGuest(state["size"], Path(body["mem_backend"]["backend_path"]), state["ticks"])
+        self.guest.agent = state["agent"]
         self._disks = [Path(path) for path in body["drive_overrides"]]
         self._add_network(body["network_overrides"])
 
@@ -219,6 +229,8 @@ class FakeGuest:
     def __init__(self, size: int, image: Path | None = None, ticks: int = 0) -> None:
         self.size = size
         self.running = False
+        self.agent: dict[str, Any] = {}
+        """What `FakeAgent` remembers: part of the guest's memory, so of every capture."""
         self._image = None if image is None else os.open(image, os.O_RDONLY | os.O_CLOEXEC)
         self._pages: dict[int, bytes] = {}
         self._dirty: set[int] = set()
@@ -259,6 +271,18 @@ class FakeGuest:
             for page in self._dirty:
                 os.pwrite(file.fileno(), self._pages[page], page * PAGE)
         self._dirty.clear()
+
+    def memory_files(self) -> tuple[int, int]:
+        """Descriptors in the shape of /proc/PID/mem and /proc/PID/pagemap, the memory mapped at address 0. For the
+        caller to close.
+        """
+        memory, pagemap = os.memfd_create("memory"), os.memfd_create("pagemap")
+        os.truncate(memory, self.size)
+        os.truncate(pagemap, self.size // PAGE * _PAGEMAP_ENTRY)
+        for page, content in self._pages.items():
+            os.pwrite(memory, content, page * PAGE)
+            os.pwrite(pagemap, _PRIVATE.to_bytes(_PAGEMAP_ENTRY, "little"), page * _PAGEMAP_ENTRY)
+        return memory, pagemap
 
     def command(self, request: str, disks: list[Path]) -> str:
         """`count`: ticks so far. `fill SEED FROM N`, `hash`: write pages of the buffer, hash it. `write DISK VALUE`,
