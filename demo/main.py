@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from aenv.testing.leftovers import Leftovers
+from aenv.testing.leftovers import held_by
 
 console = Console(highlight=False)
 
@@ -197,14 +197,13 @@ def scenario(t: Timeline) -> None:  # noqa: PLR0915 — one story, told from top
 
 def main() -> int:
     timeline = Timeline()
-    before = Leftovers.now()
     directory = Path(tempfile.mkdtemp(prefix="aenv-demo-", dir="/var/tmp"))
     directory.chmod(0o711)
     try:
         with node(timeline, directory) as env:
             os.environ.update(env)
             scenario(timeline)
-        left = before.grown()
+        left = held_by((directory / "home/instance-id").read_text().strip(), directory)
         timeline.check("nothing is left on the host", held=not left, detail="; ".join(left))
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -11,7 +11,6 @@ from e2b import Sandbox
 from tests.e2e.test_lifecycle import COUNTER, counter
 from tests.support.node import NodeProcess
 
-from aenv.testing.leftovers import Leftovers
 
 pytestmark = pytest.mark.vm
 
@@ -94,16 +93,16 @@ def _machine_pids(node: NodeProcess) -> list[int]:
 
 
 def test_stop_pauses_and_leaves_nothing() -> None:
-    before = Leftovers.now()
     node = NodeProcess().start()
     box = Sandbox.create("base", timeout=600, **node.options)
     box.files.write("kept.txt", "kept")
     assert node.stop() == 0
-    assert before.grown() == []
+    assert node.held() == []
     node.start()
     assert Sandbox.connect(box.sandbox_id, timeout=60, **node.options).files.read("kept.txt") == "kept"
+    assert node.stop() == 0
+    assert node.held() == []
     node.close()
-    assert before.grown() == []
 
 
 def test_keep_running() -> None:

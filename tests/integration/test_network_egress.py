@@ -101,9 +101,7 @@ async def net(world: Lab, tmp_path: Path) -> AsyncIterator[Net]:
 async def test_the_host_reaches_the_guest(net: Net) -> None:
     guest = await net.guest()
     await net.serve(guest.netns, "0.0.0.0")
-    started = time.monotonic()
     assert await talk(net.world.host, guest.slot.host_address, PORT) == "answered"
-    assert time.monotonic() - started < 0.5
     assert await talk(net.world.host, guest.slot.host_address, PORT + 1) == "refused"
 
 
@@ -323,11 +321,3 @@ async def test_flows_outlive_a_succession(net: Net) -> None:
         guest.succeed()
     inbound.close()
     outbound.close()
-
-
-async def test_a_guest_that_is_not_there_is_soon_known(net: Net) -> None:
-    slot = await net.pool.acquire("test", OPEN)
-    started = time.monotonic()
-    assert await talk(net.world.host, slot.host_address, PORT) == "refused"
-    assert time.monotonic() - started < 1
-    net.pool.release(slot)

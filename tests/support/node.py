@@ -9,6 +9,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+from aenv.testing.leftovers import held_by
+
 READY_TIMEOUT_S = 300
 
 
@@ -40,6 +42,10 @@ class NodeProcess:
     @property
     def api_key(self) -> str:
         return (self.home / "secrets/api-key").read_text().strip()
+
+    def held(self) -> list[str]:
+        """What the node holds on the host."""
+        return held_by((self.home / "instance-id").read_text().strip(), self.directory)
 
     @property
     def options(self) -> dict[str, str]:

@@ -1,65 +1,44 @@
-"""What a node may leave on a host: processes, namespaces, links, mounts, firewall tables, routes, control groups.
-Compared before and after.
+"""What one node holds on its host: processes, namespaces, links, mounts, firewall tables, routes, control groups.
+
+Host-global names carry the node's instance id and command lines its directories, so other nodes are not counted.
 """
 
 import subprocess
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 
-def _lines(*command: str) -> frozenset[str]:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return frozenset(line.strip() for line in result.stdout.splitlines() if line.strip())
+def held_by(instance: str, directory: Path) -> list[str]:
+    """What there is now of the node with this instance id and state below `directory`, as `kind: thing`."""
+    marks = (f"aenv-{instance}", f"aenv_{instance}", f"av{instance}", str(directory))
+    kinds = {
+        "process": _processes(),
+        "namespace": _lines("ip", "netns", "list"),
+        "link": [path.name for path in Path("/sys/class/net").iterdir()],
+        "mount": [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()],
+        "table": _lines("nft", "list", "tables"),
+        "route": _lines("ip", "-4", "route", "show", "table", "all"),
+        "control group": [str(path) for path in Path("/sys/fs/cgroup").glob("*/aenv-*")]
+        + [str(path) for path in Path("/sys/fs/cgroup").glob("aenv-*")],
+    }
+    return [
+        f"{kind}: {thing}" for kind, things in kinds.items() for thing in things if any(mark in thing for mark in marks)
+    ]
 
 
-def _processes() -> frozenset[str]:
-    """Our programs and VMMs, as `pid command`; kernel threads and others' processes are not ours to count."""
-    found = set()
+def _lines(*command: str) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
+def _processes() -> list[str]:
+    """Command lines of our programs and VMMs."""
+    found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            command = (entry / "cmdline").read_bytes().split(b"\0")
+            command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        name = Path(command[0].decode(errors="replace")).name
-        if name in ("envd", "blockd", "edge") or name.startswith("qemu-system"):
-            found.add(f"{entry.name} {name}")
-    return frozenset(found)
-
-
-def _cgroups() -> frozenset[str]:
-    return frozenset(str(p) for p in Path("/sys/fs/cgroup").glob("**/aenv*") if p.is_dir())
-
-
-@dataclass(frozen=True)
-class Leftovers:
-    processes: frozenset[str]
-    namespaces: frozenset[str]
-    links: frozenset[str]
-    mounts: frozenset[str]
-    tables: frozenset[str]
-    routes: frozenset[str]
-    cgroups: frozenset[str]
-
-    @classmethod
-    def now(cls) -> "Leftovers":
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-        return cls(
-            processes=_processes(),
-            namespaces=_lines("ip", "netns", "list"),
-            links=frozenset(p.name for p in Path("/sys/class/net").iterdir()),
-            mounts=frozenset(line.split()[4] for line in mounts),
-            tables=_lines("nft", "list", "tables"),
-            routes=_lines("ip", "-4", "route", "show", "table", "all"),
-            cgroups=_cgroups(),
-        )
-
-    def grown(self) -> list[str]:
-        """What is there now and was not then, as `kind: thing`."""
-        now = Leftovers.now()
-        return [
-            f"{field.name}: {thing}"
-            for field in fields(self)
-            for thing in sorted(getattr(now, field.name) - getattr(self, field.name))
-        ]
+        if Path(command[0]).name.startswith(("blockd", "edge", "qemu-system")):
+            found.append(f"{entry.name} {' '.join(command)}")
+    return found
