@@ -1,5 +1,5 @@
-"""The VMM contract on the fake VMM, capturing by succession, as QEMU does: dirty is what the process has private pages of,
-and whoever is to go on after a capture goes on in another process.
+"""The VMM contract on the fake VMM, capturing by succession, as QEMU does: dirty are the pages private to the process,
+and what goes on after a capture goes on in another process.
 """
 
 from __future__ import annotations

@@ -79,11 +79,21 @@ class FakeHost:
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            for process in self.processes.values():
-                if process.network == network and process.guest is not None and process.guest.running:
-                    return process.command(request)
+            process = self.process_on(network)
+            if process is not None and process.runs:
+                return process.command(request)
             await asyncio.sleep(0.001)
         raise TimeoutError(f"no guest runs on {network.tap}")
+
+    def process_on(self, network: NetworkAttachment) -> FakeVmm | None:
+        """The VMM that is attached there; of several, the one whose guest runs."""
+        found = [process for process in self.processes.values() if process.network == network]
+        return max(found, key=lambda process: process.runs, default=None)
+
+    def guest_on(self, network: NetworkAttachment) -> FakeGuest | None:
+        """The guest that runs there."""
+        process = self.process_on(network)
+        return process.guest if process is not None and process.runs else None
 
     def spawn(self, vm_id: str) -> FakeVmm:
         if self.take_failure("spawn") is not None:
@@ -116,6 +126,10 @@ class FakeVmm:
         self._machine: dict[str, Any] = {}
         self._boot_source: dict[str, Any] | None = None
         self._disks: list[Path] = []
+
+    @property
+    def runs(self) -> bool:
+        return self.guest is not None and self.guest.running
 
     async def request(self, method: str, path: str, body: dict[str, Any]) -> None:
         """Raises: ApiError, ConnectionError when the process is or goes away."""
