@@ -9,16 +9,17 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import structlog
 
 from aenv.clock import Clock
-from aenv.errors import GuestUnresponsive
+from aenv.errors import GuestUnresponsive, OperationFailed
 from aenv.guest.client import InitRequest
 from aenv.ids import LayerId, new_machine_id
 from aenv.node.machine import Capture, Machine
 from aenv.node.machines import MIB, Machines, memory_image
-from aenv.vmm.contract import CaptureKind, ProcessMemory, SavedVm
+from aenv.vmm.contract import CaptureKind, ProcessMemory, SavedVm, SparseDiff
 
 log = structlog.get_logger(__name__)
 
@@ -37,8 +38,9 @@ class Capturer:
         """
         frozen = await self._freeze(machine, required=require_healthy_guest)
         started = self._clock.monotonic_s()
-        layers, state = await self._capture(machine, holder)
-        return self._result(machine, layers, state, frozen=frozen, stopped_s=self._clock.monotonic_s() - started)
+        layers, state, diff = await self._capture(machine, holder)
+        stopped_s = self._clock.monotonic_s() - started
+        return self._result(machine, layers, state, diff, frozen=frozen, stopped_s=stopped_s)
 
     async def capture_and_continue(
         self,
@@ -51,13 +53,14 @@ class Capturer:
         """Capture; the machine goes on at once, in place or in a successor, as its VMM can.
 
         `persist` is awaited once the successor is known and before it may take over, so that a crash in between is
-        survived.
+        survived. Call `keep` once the record of the machine, which stands on the new layers now, is durable.
 
         Raises: as `capture_and_stop`.
         """
         if self._machines.driver.capture_kind is CaptureKind.TRACKING:
             capture = await self.capture_and_stop(machine, holder=holder, require_healthy_guest=require_healthy_guest)
             await self.roll_back(machine)
+            machine.memory_layers = capture.memory_layers
             return capture
         machines, successor_id = self._machines, new_machine_id()
         async with AsyncExitStack() as undo:
@@ -71,18 +74,21 @@ class Capturer:
             machine.successor = successor.record
             undo.callback(setattr, machine, "successor", None)
             await persist()
+            freeze_began = self._clock.monotonic_s()
             frozen = await self._freeze(machine, required=require_healthy_guest)
             started = self._clock.monotonic_s()
-            layers, state = await self._capture(machine, holder)
+            layers, state, _ = await self._capture(machine, holder)
             await machines.storage.complete(memory_image(successor_id), machines.layers.paths(layers))
             vm = await successor.take_over(state)
             stopped_s = self._clock.monotonic_s() - started
             undo.pop_all()
         predecessor, predecessor_id = machine.vm, machine.id
         machine.vm, machine.id, machine.successor, machine.memory_layers = vm, successor_id, None, layers
-        capture = self._result(machine, layers, state, frozen=frozen, stopped_s=stopped_s)
+        capture = self._result(machine, layers, state, None, frozen=frozen, stopped_s=stopped_s)
         await self._thaw(machine)
-        await predecessor.stop()
+        frozen_s = self._clock.monotonic_s() - freeze_began
+        log.info("captured", sandbox=machine.owner, stopped_s=round(stopped_s, 4), frozen_s=round(frozen_s, 4))
+        await machines.free_process(predecessor)
         await machines.free_image(memory_image(predecessor_id))
         machines.free_workdir(predecessor_id)
         return capture
@@ -92,13 +98,26 @@ class Capturer:
         await machine.vm.resume()
         await self._thaw(machine)
 
+    def keep(self, capture: Capture) -> None:
+        """The capture is written down for good: the machine's next one need not hold its pages too."""
+        if capture.diff is not None:
+            capture.diff.unlink(missing_ok=True)
+
     def _result(
-        self, machine: Machine, memory: tuple[LayerId, ...], state: bytes, *, frozen: bool, stopped_s: float
+        self,
+        machine: Machine,
+        memory: tuple[LayerId, ...],
+        state: bytes,
+        diff: Path | None,
+        *,
+        frozen: bool,
+        stopped_s: float,
     ) -> Capture:
         return Capture(
             disk_layers=machine.disk_layers,
             memory_layers=memory,
             state=state,
+            diff=diff,
             manifest=machine.manifest,
             user_frozen=frozen,
             stopped_s=stopped_s,
@@ -110,7 +129,7 @@ class Capturer:
             reason = result.reason
             if result.frozen:
                 return True
-        except GuestUnresponsive as error:
+        except (GuestUnresponsive, OperationFailed) as error:
             reason = error.message
         if required:
             raise GuestUnresponsive(
@@ -125,11 +144,13 @@ class Capturer:
         request = InitRequest(timestamp=self._clock.now(), entropy=secrets.token_bytes(32), thaw=True)
         try:
             await machine.guest.init(request, timeout_s=self._machines.settings.freeze_timeout_s)
-        except GuestUnresponsive as error:
+        except (GuestUnresponsive, OperationFailed) as error:
             log.warning("guest did not thaw in time", owner=machine.owner, error=error.message)
 
-    async def _capture(self, machine: Machine, holder: str) -> tuple[tuple[LayerId, ...], bytes]:
-        """Stop, save, seal. Returns memory layers and device state; `machine.disk_layers` has the sealed layer."""
+    async def _capture(self, machine: Machine, holder: str) -> tuple[tuple[LayerId, ...], bytes, Path | None]:
+        """Stop, save, seal. Returns memory layers, device state and the VMM's file of dirty pages if there is one;
+        `machine.disk_layers` has the sealed layer.
+        """
         machines = self._machines
         disk, memory = machines.layers.new(), machines.layers.new()
         machines.layers.hold(holder, [*machine.layers, disk, memory])
@@ -143,7 +164,8 @@ class Capturer:
             if isinstance(saved.memory, ProcessMemory):
                 os.close(saved.memory.mem_fd)
                 os.close(saved.memory.pagemap_fd)
-        return (*machine.memory_layers, memory), saved.state
+        diff = saved.memory.path if isinstance(saved.memory, SparseDiff) else None
+        return (*machine.memory_layers, memory), saved.state, diff
 
     async def _capture_memory(self, machine: Machine, saved: SavedVm, layer: LayerId) -> None:
         storage, path = self._machines.storage, self._machines.layers.path(layer)
@@ -158,4 +180,3 @@ class Capturer:
             )
         else:
             await storage.import_memory(saved.memory.path, path, size=size)
-            saved.memory.path.unlink(missing_ok=True)

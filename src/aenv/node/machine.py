@@ -66,3 +66,5 @@ class Capture:
     user_frozen: bool
     stopped_s: float
     """From the stop of the vCPUs to the end of the capture or, if the machine went on, to its going on."""
+    diff: Path | None = None
+    """Where the VMM that goes on collects dirty pages: those of this capture too, until it is kept for good."""

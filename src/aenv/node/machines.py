@@ -8,12 +8,14 @@ node/capture.py.
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from aenv.errors import AenvError, GuestUnresponsive, OperationFailed, SandboxLost
+import structlog
+
+from aenv.errors import AenvError, CorruptData, GuestUnresponsive, NotFound, OperationFailed, SandboxLost
 from aenv.guest.client import EnvdClient
 from aenv.ids import LayerId, MachineId, new_machine_id
 from aenv.ledger import Ledger
@@ -27,6 +29,7 @@ from aenv.snapshots.layers import LayerStore
 from aenv.storage.client import BlockdClient
 from aenv.vmm.contract import (
     BootSource,
+    CaptureKind,
     Confinement,
     Driver,
     Manifest,
@@ -35,6 +38,8 @@ from aenv.vmm.contract import (
     VmRecord,
     VmSpec,
 )
+
+log = structlog.get_logger(__name__)
 
 MIB = 1024 * 1024
 
@@ -70,15 +75,14 @@ class Machines:
             return await self.driver.boot(spec, source)
 
         machine = await self._start(shape, disk_layers, (), start, owner=owner, policy=NetworkPolicy())
-        try:
-            await machine.guest.wait_healthy(self.settings.boot_timeout_s)
-        except GuestUnresponsive as error:
-            tail = (await machine.vm.console())[-2000:]
-            await self.release(machine)
-            raise OperationFailed(f"the guest did not come up: {error.message}\n{tail}") from error
-        except BaseException:
-            await self.release(machine)
-            raise
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.release, machine)
+            try:
+                await machine.guest.wait_healthy(self.settings.boot_timeout_s)
+            except GuestUnresponsive as error:
+                tail = (await machine.vm.console())[-2000:]
+                raise OperationFailed(f"the guest did not come up: {error.message}\n{tail}") from error
+            undo.pop_all()
         return machine
 
     async def restore(
@@ -103,9 +107,13 @@ class Machines:
         return await self._start(shape, disk_layers, memory_layers, start, owner=owner, policy=policy)
 
     async def release(self, machine: Machine) -> None:
-        """Free everything the machine holds; what is gone already is fine. What the guest had in memory is lost."""
-        await machine.vm.stop()
-        self._slots.release(machine.slot)
+        """Free everything the machine holds; what is gone already is fine. What the guest had in memory is lost.
+
+        What resists is logged and left to the sweep of the next start; nothing is raised.
+        """
+        await self.free_process(machine.vm)
+        with _left_to_the_sweep(f"network slot {machine.slot.index}"):
+            self._slots.release(machine.slot)
         await asyncio.gather(self.free_image(machine.disk_image), self.free_image(memory_image(machine.id)))
         self.free_workdir(machine.id)
 
@@ -157,7 +165,7 @@ class Machines:
             memory_layers=tuple(memory_layers),
         )
 
-    # the parts: freeing one that was not, or only half, made is fine
+    # the parts: freeing one that was not, or only half, made is fine, and what resists is left to the sweep
 
     def spec(self, machine_id: MachineId, workdir: Path, shape: Shape, memory: Path, disk: Path, slot: Slot) -> VmSpec:
         return VmSpec(
@@ -178,18 +186,24 @@ class Machines:
         os.chown(path, slot.uid, slot.uid)
         return path
 
+    async def free_process(self, vm: Vm) -> None:
+        with _left_to_the_sweep(f"process {vm.record.pid}"):
+            await vm.stop()
+
     def free_workdir(self, machine_id: MachineId) -> None:
-        shutil.rmtree(self._paths.machines / machine_id, ignore_errors=True)
-        self._ledger.erase("vm", machine_id)
+        with _left_to_the_sweep(f"directory of {machine_id}"):
+            shutil.rmtree(self._paths.machines / machine_id, ignore_errors=True)
+            self._ledger.erase("vm", machine_id)
 
     async def _open_disk(self, image: str, shape: Shape, layers: Sequence[LayerId], slot: Slot, owner: str) -> Path:
         self._ledger.record("image", image, owner=owner)
         upper = self._paths.uppers / image
         upper.mkdir(mode=0o700)
         os.chown(upper, self.settings.blockd_uid, self.settings.blockd_uid)
-        opened = await self.storage.open_disk(
-            image, layers=self.layers.paths(layers), size=shape.disk_mib * MIB, upper=upper, uid=slot.uid
-        )
+        with _layers_needed():
+            opened = await self.storage.open_disk(
+                image, layers=self.layers.paths(layers), size=shape.disk_mib * MIB, upper=upper, uid=slot.uid
+            )
         return opened.path
 
     async def open_memory(
@@ -201,13 +215,17 @@ class Machines:
         if layers is None:
             opened = await self.storage.open_pending_memory(image, size=size, uid=slot.uid)
         else:
-            opened = await self.storage.open_memory(image, layers=self.layers.paths(layers), size=size, uid=slot.uid)
+            with _layers_needed():
+                opened = await self.storage.open_memory(
+                    image, layers=self.layers.paths(layers), size=size, uid=slot.uid
+                )
         return opened.path
 
     async def free_image(self, image: str) -> None:
-        await self.storage.close(image, discard=True)
-        shutil.rmtree(self._paths.uppers / image, ignore_errors=True)
-        self._ledger.erase("image", image)
+        with _left_to_the_sweep(f"image {image}"):
+            await self.storage.close(image, discard=True)
+            shutil.rmtree(self._paths.uppers / image, ignore_errors=True)
+            self._ledger.erase("image", image)
 
     # after a restart of the server
 
@@ -219,17 +237,27 @@ class Machines:
         Raises: SandboxLost.
         """
         try:
-            shape = Shape(**data["shape"])
-            slot = await self._slots.adopt(data["slot"])
-            vm = await self._adopt_vm(data)
-            disk = await self.storage.image(data["disk_image"])
-            memory = await self.storage.image(memory_image(MachineId(vm.record.vm_id)))
-            if disk.failed or memory.failed:
-                raise SandboxLost("its storage failed")
+            async with AsyncExitStack() as undo:
+                shape = Shape(**data["shape"])
+                slot = await self._slots.adopt(data["slot"])
+                undo.callback(self._slots.release, slot)
+                vm = await self._adopt_vm(data)
+                undo.push_async_callback(self.free_process, vm)
+                disk = await self.storage.image(data["disk_image"])
+                memory = await self.storage.image(memory_image(MachineId(vm.record.vm_id)))
+                if disk.failed or memory.failed:
+                    raise SandboxLost("its storage failed")
+                undo.pop_all()
         except SandboxLost:
             raise
         except AenvError as error:
             raise SandboxLost(f"not found again after a restart: {error.message}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise SandboxLost(f"what was written down of its machine is malformed: {error!r}") from error
+        if self.driver.capture_kind is CaptureKind.SUCCESSION:
+            memory_layers = tuple(LayerStore.layer_of(path) for path in memory.layers)
+        else:  # its image stays as it was at the start; captures since then are written down only
+            memory_layers = tuple(LayerId(layer) for layer in data["memory_layers"])
         return Machine(
             id=MachineId(vm.record.vm_id),
             owner=owner,
@@ -241,7 +269,7 @@ class Machines:
             disk_image=data["disk_image"],
             disk_path=disk.path,
             disk_layers=tuple(LayerStore.layer_of(path) for path in disk.layers),
-            memory_layers=tuple(LayerStore.layer_of(path) for path in memory.layers),
+            memory_layers=memory_layers,
         )
 
     async def _adopt_vm(self, data: dict[str, Any]) -> Vm:
@@ -254,7 +282,9 @@ class Machines:
         return await self.driver.adopt(predecessor)
 
     async def sweep(self, keep: Sequence[Machine]) -> int:
-        """Free whatever this node holds beyond `keep`. Returns how many things were freed."""
+        """Free whatever this node holds beyond `keep`. Returns how many things were freed. Raises: OperationFailed
+        when blockd or the driver cannot tell what there is.
+        """
         machine_ids = {machine.id for machine in keep}
         images = {machine.disk_image for machine in keep} | {memory_image(i) for i in machine_ids}
         freed = len(await self.driver.sweep([machine.vm.record for machine in keep]))
@@ -273,8 +303,29 @@ class Machines:
             known = machine_ids if entry.kind == "vm" else images if entry.kind == "image" else None
             if known is not None and entry.name not in known:
                 self._ledger.erase(entry.kind, entry.name)
-        await self._slots.sweep({machine.slot.index for machine in keep})
+        with _left_to_the_sweep("a network slot"):
+            await self._slots.sweep({machine.slot.index for machine in keep})
         return freed
+
+
+@contextmanager
+def _left_to_the_sweep(thing: str) -> Iterator[None]:
+    """Freeing one thing must not keep the others from being freed."""
+    try:
+        yield
+    except (AenvError, OSError) as error:
+        log.error("could not be freed; left to the sweep of the next start", thing=thing, error=str(error))
+
+
+@contextmanager
+def _layers_needed() -> Iterator[None]:
+    """What is not found is a layer of a snapshot that exists."""
+    try:
+        yield
+    except NotFound as error:
+        raise CorruptData(
+            f"a layer is missing: {error.message}", hint="restore the file, or delete what stands on it"
+        ) from error
 
 
 def memory_image(machine_id: MachineId) -> str:
