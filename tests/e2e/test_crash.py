@@ -5,12 +5,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from e2b import Sandbox
 from tests.e2e.test_lifecycle import COUNTER, counter
 from tests.support.node import NodeProcess
-
 
 pytestmark = pytest.mark.vm
 
@@ -35,7 +35,7 @@ def test_server_killed_beside_another_node(own_node: NodeProcess, node: NodeProc
         box.pause()
 
     ticks: list[float] = []
-    script = "for i in $(seq 1 200); do echo $i; sleep 0.1; done"
+    script = "for i in $(seq 1 100); do echo $i; sleep 0.1; done"
 
     def stream() -> None:
         running[0].commands.run(script, timeout=0, on_stdout=lambda _: ticks.append(time.monotonic()))
@@ -49,9 +49,9 @@ def test_server_killed_beside_another_node(own_node: NodeProcess, node: NodeProc
     killed_at = time.monotonic()
     time.sleep(1)
     own_node.start()
-    streaming.join(60)
-    assert len(ticks) == 200
-    assert max(b - a for a, b in zip(ticks, ticks[1:], strict=False)) < 2.0, "the stream stalled"
+    streaming.join(200)
+    assert len(ticks) == 100
+    assert max(b - a for a, b in pairwise(ticks)) < 5.0, "the stream stalled"
     assert ticks[-1] > killed_at
 
     states = {info.sandbox_id: info.state.value for info in Sandbox.list(**own_node.options).next_items()}
@@ -67,8 +67,10 @@ def test_server_killed_beside_another_node(own_node: NodeProcess, node: NodeProc
     neighbour.kill()
 
 
-def test_a_killed_vm_is_reported_gone(node: NodeProcess, sandbox: Sandbox) -> None:
-    (pid,) = _machine_pids(node)
+def test_a_killed_vm_is_reported_gone(node: NodeProcess) -> None:
+    others = _machine_pids(node)
+    sandbox = Sandbox.create("base", timeout=60, **node.options)
+    (pid,) = _machine_pids(node) - others
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while sandbox.is_running():
@@ -78,8 +80,8 @@ def test_a_killed_vm_is_reported_gone(node: NodeProcess, sandbox: Sandbox) -> No
     assert not sandbox.kill()
 
 
-def _machine_pids(node: NodeProcess) -> list[int]:
-    found = []
+def _machine_pids(node: NodeProcess) -> set[int]:
+    found = set()
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
@@ -88,7 +90,7 @@ def _machine_pids(node: NodeProcess) -> list[int]:
             except OSError:
                 continue
             if str(node.runtime).encode() in command and b"qemu-system" in command.split(b"\0")[0]:
-                found.append(int(entry.name))
+                found.add(int(entry.name))
     return found
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from e2b import Sandbox
-
 from tests.support.node import NodeProcess
 
 pytestmark = [pytest.mark.vm, pytest.mark.slow, pytest.mark.timeout(1800)]

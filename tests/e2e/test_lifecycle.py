@@ -134,6 +134,6 @@ def test_kill_ends_a_running_command(sandbox: Sandbox) -> None:
         running = pool.submit(sandbox.commands.run, "sleep 300", timeout=0)
         time.sleep(1)
         assert sandbox.kill()
-        with pytest.raises(Exception, match="killed|not found|end of life"):
+        with pytest.raises(Exception, match=r"killed|not found|end of life"):
             running.result(timeout=15)
     assert not sandbox.kill()

@@ -15,7 +15,7 @@ READY_TIMEOUT_S = 300
 
 
 class NodeProcess:
-    """`aenv server` with its own home and runtime directories, whose contents outlive `stop` and `kill`, until `close`."""
+    """`aenv server` with its own home and runtime directories, which outlive `stop` and `kill`, until `close`."""
 
     def __init__(self, **settings: str) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="aenv-t-", dir="/var/tmp"))
