@@ -11,6 +11,7 @@ import structlog
 import typer
 
 from aenv import __version__
+from aenv.cli import host
 from aenv.errors import AenvError
 from aenv.settings import Settings
 
@@ -19,6 +20,9 @@ app = typer.Typer(
     add_completion=True,
     help="Reinforcement-learning environments as forkable microVMs.",
 )
+
+app.command()(host.doctor)
+app.add_typer(host.assets, name="assets")
 
 
 @app.command()
@@ -58,6 +62,31 @@ def _configure_logs(log_format: str) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measure this machine against the least it could do.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def lifecycle(
+    rounds: Annotated[int, typer.Option(min=1, help="Times each operation is measured.")] = 10,
+    forks: Annotated[str, typer.Option(help="Numbers of children, as in 1,4,16.")] = "1,4,16",
+    json_output: Annotated[bool, typer.Option("--json", help="Print figures for machines.")] = False,
+) -> None:
+    """Create, pause, resume, snapshot and fork, beside a bare VMM in the same run. Needs root."""
+    from aenv.bench.lifecycle import measure
+    from aenv.bench.report import as_json, print_table
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    counts = sorted({int(count) for count in forks.split(",") if count.strip()})
+    conditions, comparisons = asyncio.run(measure(rounds, counts, progress))
+    if json_output:
+        print(as_json(conditions, comparisons))
+    else:
+        print_table(conditions, comparisons)
 
 
 @app.command()
