@@ -82,7 +82,7 @@ async def _vmm(settings: Settings) -> Finding:
             "QEMU",
             Verdict.WARNING,
             detail,
-            "works, some twenty times slower than with KVM; use a host whose KVM runs guests",
+            "works, but much slower than KVM; use a host whose KVM runs guests",
         )
     return Finding("QEMU", Verdict.OK, detail)
 
