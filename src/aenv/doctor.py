@@ -4,7 +4,6 @@ import asyncio
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -55,10 +54,7 @@ async def examine(settings: Settings) -> list[Finding]:
 
 
 def _python() -> Finding:
-    version = platform.python_version()
-    if sys.version_info < (3, 11):
-        return Finding("Python", Verdict.MISSING, version, "install Python 3.11 or later")
-    return Finding("Python", Verdict.OK, version)
+    return Finding("Python", Verdict.OK, platform.python_version())
 
 
 def _root() -> Finding:

@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -131,7 +132,7 @@ async def _start(
 
     stack.push_async_callback(end_front_door)
     manager: SandboxManager
-    deadlines = Deadlines(clock, lambda sandbox: manager.expired(sandbox))
+    deadlines = Deadlines(clock, lambda sandbox: manager.expired(sandbox))  # noqa: PLW0108 (the manager comes later)
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     services = Services(
         settings=settings,
@@ -190,8 +191,7 @@ async def _serve_api(stack: AsyncExitStack, manager: SandboxManager, settings: S
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(), name="api")
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
+    await asyncio.wait((serving, asyncio.create_task(server.listening.wait())), return_when=asyncio.FIRST_COMPLETED)
 
     async def end() -> None:
         server.should_exit = True
@@ -202,11 +202,19 @@ async def _serve_api(stack: AsyncExitStack, manager: SandboxManager, settings: S
 
 
 class _Server(uvicorn.Server):
-    """Signals are the node's business, not uvicorn's."""
+    """Signals are the node's business, not uvicorn's; and it says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
 
     @contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
+    def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
 
 
 async def serve(settings: Settings, *, keep_running: bool) -> None:

@@ -15,7 +15,7 @@ assets = typer.Typer(no_args_is_help=True, help="Guest kernel, initramfs and bas
 
 
 def doctor(output: OutputOption = None) -> None:
-    """Say what this host can do for a node, what is missing, and the remedy. Ends 1 when something needed is missing."""
+    """Say what this host can do, what is missing, and the remedy. Ends 1 when something needed is missing."""
     from aenv.doctor import Verdict, run
 
     findings = run(Settings())

@@ -129,7 +129,11 @@ class BaseTemplate:
     async def _settle_and_capture(self, machine: Machine, holder: str) -> Capture:
         result = await machine.guest.run(_SETTLE, user="root")
         if result.exit_code != 0:
-            log.warning("settling ended with an error", exit_code=result.exit_code, stderr=result.stderr[-500:].decode(errors="replace"))
+            log.warning(
+                "settling ended with an error",
+                exit_code=result.exit_code,
+                stderr=result.stderr[-500:].decode(errors="replace"),
+            )
         return await self._capturer.capture_and_stop(machine, holder=holder)
 
 
