@@ -47,5 +47,6 @@ class _Node(Collector):
         for state, number in (("running", stats.running), ("paused", stats.paused), ("starting", stats.starting)):
             sandboxes.add_metric([state], number)
         yield sandboxes
+        yield GaugeMetricFamily("aenv_warm_machines", "Machines of the warm pool that are ready.", value=stats.warm)
         yield CounterMetricFamily("aenv_creates", "Sandboxes created.", value=stats.creates)
         yield CounterMetricFamily("aenv_create_failures", "Creations that failed.", value=stats.create_failures)

@@ -16,6 +16,7 @@ from aenv.lifecycle.machine import Lifecycle
 from aenv.lifecycle.recovery import recover
 from aenv.lifecycle.states import State
 from aenv.lifecycle.table import BEGIN, Step
+from aenv.node.durability import make_durable, not_durable
 from aenv.node.front_door import Route
 from aenv.node.machine import Machine
 from aenv.node.record import SandboxRecord
@@ -29,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 MAX_FORKS = 100
 _REMEMBERED = 10_000
+_STOP_ATTEMPTS = 3
 
 
 class SandboxManager:
@@ -60,6 +62,7 @@ class SandboxManager:
             starting=counters.starting,
             creates=counters.creates,
             create_failures=counters.create_failures,
+            warm=self._services.warm_pool.ready,
         )
 
     def _find(self, sandbox_id: str) -> Sandbox:
@@ -99,21 +102,30 @@ class SandboxManager:
     async def _begin(self, record: SandboxRecord, origin: Origin) -> SandboxView:
         """Start a sandbox in a task of its own, so that it comes to an end whether or not anybody waits."""
         services = self._services
+        self._require_open()
+        # From here on, lest what it starts from is deleted while it waits for its turn.
+        services.layers.hold(record.id, [*origin.capture.disk_layers, *origin.capture.memory_layers])
+        return await services.tasks.shielded(self._start(record, origin), name=f"start {record.id}")
+
+    def _require_open(self) -> None:
         if self._stopping:
             raise ShuttingDown("this node is shutting down")
-        return await services.tasks.shielded(self._start(record, origin), name=f"start {record.id}")
 
     async def _start(self, record: SandboxRecord, origin: Origin) -> SandboxView:
         counters = self._services.counters
         counters.starting += 1
+        sandbox = None
         try:
             async with self._services.starts.admitted():
+                self._require_open()
                 sandbox = Sandbox(record, self._services, origin=origin, on_gone=self._gone)
                 self._sandboxes[sandbox.id] = sandbox
                 await self._run(sandbox, BEGIN, Ticket(Request.CONNECT))
             counters.creates += 1
         except BaseException:
             counters.create_failures += 1
+            if sandbox is None:
+                self._services.layers.release(record.id)
             raise
         finally:
             counters.starting -= 1
@@ -135,7 +147,9 @@ class SandboxManager:
                 self._lost.popitem(last=False)
 
     async def connect(self, sandbox_id: str, timeout_s: int | None) -> tuple[SandboxView, bool]:
-        answered = await self._find(sandbox_id).ask(Ticket(Request.CONNECT, timeout_s=timeout_s))
+        sandbox = self._find(sandbox_id)
+        self._require_open()
+        answered = await sandbox.ask(Ticket(Request.CONNECT, timeout_s=timeout_s))
         return self.get(sandbox_id), answered.resumed
 
     async def pause(self, sandbox_id: str, *, require_healthy_guest: bool = False) -> None:
@@ -162,15 +176,15 @@ class SandboxManager:
         return await self._services.tasks.shielded(work, name=f"fork {source.id}")
 
     async def _fork(self, source: Sandbox, count: int, timeout_s: int | None) -> list[SandboxView | AenvError]:
-        answered = await source.ask(Ticket(Request.FORK))
-        capture = answered.capture
-        assert capture is not None
+        ticket = Ticket(Request.FORK)
         try:
-            origin = Origin(source.record.shape, capture)
+            await source.ask(ticket)
+            assert ticket.capture is not None
+            origin = Origin(source.record.shape, ticket.capture)
             children = [self._child(source.record, timeout_s) for _ in range(count)]
             results = await asyncio.gather(*(self._begin(child, origin) for child in children), return_exceptions=True)
         finally:
-            self._services.layers.release(answered.holder)
+            self._services.layers.release(ticket.holder)
         unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, AenvError)]
         if unexpected:
             raise unexpected[0]
@@ -237,7 +251,8 @@ class SandboxManager:
         """Take over what an earlier server process left: adopt, clean, go on. Call it once, before anything else."""
         services = self._services
         found: list[tuple[SandboxRecord, Machine | None]] = []
-        for row in await services.database.read("SELECT id, record FROM sandboxes"):
+        rows = await services.database.read("SELECT id, record FROM sandboxes")
+        for row in rows:
             try:
                 record = SandboxRecord.from_json(json.loads(row["record"]))
             except (CorruptData, ValueError) as error:
@@ -248,9 +263,26 @@ class SandboxManager:
         freed = await services.machines.sweep(machines)
         if freed:
             log.info("swept what an earlier run left", things=freed)
-        await asyncio.gather(*(self._resume_work(record, machine) for record, machine in found))
+        await self._sweep_pauses({row["id"] for row in rows}, [record for record, _ in found])
+        for snapshot in not_durable(services):
+            services.tasks.spawn(make_durable(services, snapshot), name=f"sync-{snapshot.id}")
+        for record, machine in found:
+            self._resume_work(record, machine)
+        await asyncio.gather(*(sandbox.at_rest() for sandbox in list(self._sandboxes.values())))
         await services.front_door.sync(self._routes())
-        services.layers.sweep()
+        if services.snapshots.all_readable:
+            services.layers.sweep()
+        else:
+            log.warning("layers that nobody holds are not removed while a snapshot record cannot be read")
+
+    async def _sweep_pauses(self, sandboxes: set[SandboxId], records: list[SandboxRecord]) -> None:
+        """Delete captures of pauses that no sandbox names: it went on, or went, and they could not be deleted then."""
+        named = {record.paused_as for record in records}
+        readable = {record.id for record in records}
+        for pause in self._services.snapshots.all(Kind.PAUSE):
+            source = pause.source_sandbox
+            if pause.id not in named and (source in readable or source not in sandboxes):
+                await self._services.snapshots.delete(pause.id)
 
     async def _adopt(self, record: SandboxRecord) -> Machine | None:
         if record.machine is None or record.lifecycle.state is not State.RUNNING:
@@ -261,15 +293,9 @@ class SandboxManager:
             log.warning("sandbox lost", sandbox=record.id, reason=error.message)
             return None
 
-    async def _resume_work(self, record: SandboxRecord, machine: Machine | None) -> None:
+    def _resume_work(self, record: SandboxRecord, machine: Machine | None) -> None:
         services = self._services
-        committed = False
-        if record.paused_as is not None:
-            try:
-                services.snapshots.state(services.snapshots.get(record.paused_as))
-                committed = True
-            except AenvError as error:
-                log.error("capture of a paused sandbox cannot be read", sandbox=record.id, error=str(error))
+        committed = record.paused_as is not None and services.snapshots.exists(record.paused_as)
         sandbox = Sandbox(record, services, on_gone=self._gone)
         self._sandboxes[sandbox.id] = sandbox
         if machine is not None:
@@ -285,18 +311,25 @@ class SandboxManager:
         return {s.id: route for s in self._sandboxes.values() if (route := s.route) is not None}
 
     async def stop(self, *, keep_running: bool) -> None:
-        """Begin nothing more; pause what runs, unless it is to be left running."""
+        """Begin nothing more; pause what runs, unless it is to be left running. Returns when nothing is under way and
+        what was captured is on stable storage.
+        """
         self._stopping = True
-        if keep_running:
-            return
-        for _ in range(3):
-            running = [view.id for view in self.sandboxes() if view.state is PublicState.RUNNING]
-            if not running:
+        sandboxes = list(self._sandboxes.values())
+        if not keep_running:
+            await asyncio.gather(*(self._pause_to_stop(sandbox) for sandbox in sandboxes))
+        await asyncio.gather(*(sandbox.at_rest() for sandbox in sandboxes))
+        await asyncio.gather(*(make_durable(self._services, snapshot) for snapshot in not_durable(self._services)))
+
+    async def _pause_to_stop(self, sandbox: Sandbox) -> None:
+        for _ in range(_STOP_ATTEMPTS):
+            try:
+                await sandbox.ask(Ticket(Request.PAUSE))
                 return
-            results = await asyncio.gather(*(self.pause(sandbox) for sandbox in running), return_exceptions=True)
-            for sandbox, result in zip(running, results, strict=True):
-                if isinstance(result, Exception) and not isinstance(result, (NotFound, Conflict)):
-                    log.error("could not be paused at the stop of the node", sandbox=sandbox, error=str(result))
+            except (NotFound, Conflict):  # it is gone, or paused
+                return
+            except AenvError as error:
+                log.error("could not be paused at the stop of the node", sandbox=sandbox.id, error=str(error))
 
 
 def _snapshot_view(record: SnapshotRecord) -> SnapshotView:

@@ -69,3 +69,5 @@ class NodeStats:
     starting: int
     creates: int
     create_failures: int
+    warm: int = 0
+    """Machines of the warm pool that are ready."""
