@@ -6,15 +6,23 @@ the n-th leads to version n. Memory holds what the node decides by; the database
 """
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from aenv.errors import CorruptData, StorageFull
+from aenv.errors import AenvError, CorruptData, OperationFailed, StorageFull
 
 T = TypeVar("T")
+
+_CHECKPOINT_PAGES = 256
+_LOG_BYTES = 4 << 20
+"""Room for the write-ahead log, taken while there is some: what is deleted on a full disk has to be written down too.
+The log is written over from its start once it is checkpointed, so it stays within.
+"""
 
 
 class Database:
@@ -30,6 +38,7 @@ class Database:
 
         Raises:
             CorruptData: the file is no database, or was written by a newer version.
+            StorageFull, OperationFailed: it cannot be made or opened.
         """
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="database")
 
@@ -40,14 +49,10 @@ class Database:
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute("PRAGMA synchronous=FULL")
                 connection.execute("PRAGMA foreign_keys=ON")
+                connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
                 _migrate(connection, components)
-            except sqlite3.DatabaseError as error:
-                connection.close()
-                raise CorruptData(
-                    f"the database {path} cannot be read: {error}",
-                    hint="restore it from a backup, or move it away",
-                ) from error
-            except CorruptData:
+                _reserve_log(path)
+            except BaseException:
                 connection.close()
                 raise
             return connection
@@ -55,6 +60,9 @@ class Database:
         loop = asyncio.get_running_loop()
         try:
             return cls(await loop.run_in_executor(thread, connect), thread)
+        except sqlite3.Error as error:
+            thread.shutdown(wait=False)
+            raise _named(error, f"the database {path} cannot be opened") from error
         except BaseException:
             thread.shutdown(wait=False)
             raise
@@ -64,6 +72,7 @@ class Database:
 
         Raises:
             StorageFull: no space left for it.
+            CorruptData, OperationFailed: what else SQLite refuses it for.
         """
 
         def transaction() -> T:
@@ -79,24 +88,45 @@ class Database:
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
-        except sqlite3.OperationalError as error:
-            if "full" in str(error) or "disk I/O" in str(error):
-                raise StorageFull(
-                    f"the record could not be written: {error}", hint="free space in AENV_HOME"
-                ) from error
-            raise
+        except sqlite3.Error as error:
+            raise _named(error, "the record could not be written") from error
 
     async def read(self, query: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
+        """Raises: CorruptData, OperationFailed."""
+
         def fetch() -> list[sqlite3.Row]:
             cursor = self._connection.cursor()
             cursor.row_factory = sqlite3.Row
             return cursor.execute(query, parameters).fetchall()
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, fetch)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, fetch)
+        except sqlite3.Error as error:
+            raise _named(error, "the records could not be read") from error
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._connection.close)
         self._thread.shutdown()
+
+
+def _named(error: sqlite3.Error, what: str) -> AenvError:
+    match getattr(error, "sqlite_errorcode", 0) & 0xFF:
+        case sqlite3.SQLITE_FULL | sqlite3.SQLITE_IOERR:  # the second is how the log's index runs out of space
+            return StorageFull(f"{what}: {error}", hint="free space in AENV_HOME")
+        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+            return CorruptData(f"{what}: {error}", hint="restore it from a backup, or move it away")
+        case _:
+            return OperationFailed(f"{what}: {error}")
+
+
+def _reserve_log(path: Path) -> None:
+    """Give the log of an open database its blocks. Zeros after its last frame are none of its frames."""
+    with suppress(OSError):  # a full disk must not keep the node from starting, and from deleting something
+        descriptor = os.open(f"{path}-wal", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, _LOG_BYTES)
+        finally:
+            os.close(descriptor)
 
 
 def _migrate(connection: sqlite3.Connection, components: dict[str, Sequence[str]]) -> None:

@@ -13,6 +13,9 @@ from aenv.ids import SandboxId
 _LONGEST_SLEEP_S = 60.0
 """The wall clock may be stepped while we sleep; it is looked at again at least this often."""
 
+_SPARE = 64
+"""Deadlines that no longer hold are left in the heap until they come up, or are more than those that do."""
+
 
 class Deadlines:
     """`expired(sandbox)` is called once per deadline, from the task running `run`; a deadline set again replaces the
@@ -28,6 +31,9 @@ class Deadlines:
 
     def set(self, sandbox: SandboxId, due: datetime) -> None:
         self._due[sandbox] = due
+        if len(self._heap) > 2 * len(self._due) + _SPARE:
+            self._heap = [(at, each) for each, at in self._due.items() if each != sandbox]
+            heapq.heapify(self._heap)
         heapq.heappush(self._heap, (due, sandbox))
         if self._heap[0] == (due, sandbox):
             self._changed.set()

@@ -72,8 +72,8 @@ class SandboxRecord:
             policy = values["policy"]
             values["policy"] = NetworkPolicy(policy["internet"], tuple(policy["allow_out"]), tuple(policy["deny_out"]))
             return cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptData(f"sandbox record {data.get('id', '?')} is malformed: {error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptData(f"malformed sandbox record: {error!r}") from error
 
     def save(self, connection: sqlite3.Connection) -> None:
         connection.execute(

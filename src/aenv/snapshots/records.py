@@ -66,5 +66,5 @@ class SnapshotRecord:
             for name in ("disk_layers", "memory_layers", "names"):
                 values[name] = tuple(values[name])
             return cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptData(f"snapshot record {data.get('id', '?')} is malformed: {error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptData(f"malformed snapshot record: {error!r}") from error
