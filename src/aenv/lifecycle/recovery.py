@@ -23,7 +23,8 @@ def recover(state: S, *, vm_alive: bool, capture_committed: bool) -> Step:
     Args:
         vm_alive: a process of the ledger holds the sandbox's state: its VM, running or stopped, or a
             successor that took over.
-        capture_committed: the pause capture that the record names is complete and readable.
+        capture_committed: the pause capture that the record names is recorded. If it turns out damaged, the sandbox
+            stays paused, and a resume says so: files can be restored.
 
     The cases:
 
@@ -32,8 +33,7 @@ def recover(state: S, *, vm_alive: bool, capture_committed: bool) -> Step:
       because the server died right after writing that it runs; rolling back undoes both. Without a VM the
       state is lost.
     * paused: the capture is the sandbox. A process that is left was about to be released, or had not run user
-      code yet. Without the capture (a power loss before it was on disk) the state is lost; such a process is
-      no substitute, it may be half restored.
+      code yet. Without the capture the state is lost; such a process is no substitute, it may be half restored.
     * killing: go on. failed, killed: free what may be left, then forget.
     """
     match durable(state):

@@ -1,21 +1,24 @@
 """What the lifecycle table tells a sandbox to do, one method an action. They decide nothing; node/sandbox.py calls
 them in the table's order.
 
-Work ends in exactly one outcome. A fallible action raises AenvError with the sandbox as before; the others do not
-fail.
+Work ends in exactly one outcome. A fallible action raises AenvError with the sandbox as before; what the others raise
+is to be logged, and leaves something to the sweep of the next start.
 """
 
+import errno
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
 import structlog
 
-from aenv.errors import AenvError, NotFound, OperationFailed, SandboxLost
+from aenv.errors import AenvError, NotFound, OperationFailed, SandboxLost, StorageFull
 from aenv.ids import SandboxId, new_snapshot_id
 from aenv.lifecycle.events import Action, Outcome, Request
 from aenv.lifecycle.states import TERMINAL, State, public_state
 from aenv.lifecycle.table import Step
+from aenv.node.durability import make_durable
 from aenv.node.front_door import Route
 from aenv.node.identity import init_request
 from aenv.node.machine import Capture, Machine
@@ -82,8 +85,11 @@ class Actions:
         return self.record.lifecycle.state
 
     async def perform(self, action: Action, ticket: Ticket, step: Step | None) -> Outcome | None:
-        """Carry out one action; work returns its outcome. Raises: AenvError, from fallible actions."""
-        return await self._methods[action](ticket, step)
+        """Carry out one action; work returns its outcome. Raises: AenvError, but for work."""
+        try:
+            return await self._methods[action](ticket, step)
+        except Exception as error:
+            raise _known(error) from error
 
     @property
     def route(self) -> Route | None:
@@ -112,8 +118,8 @@ class Actions:
             raise AssertionError("a sandbox is launched from an origin")
         try:
             await self._start(self._origin)
-        except AenvError as error:
-            ticket.error = error
+        except Exception as error:
+            ticket.error = _known(error)
             return Outcome.START_FAILED
         return Outcome.STARTED
 
@@ -125,8 +131,8 @@ class Actions:
             paused = services.snapshots.get(self.record.paused_as)
             async with services.starts.admitted():
                 await self._start(origin_of(paused, services.snapshots.state(paused)))
-        except AenvError as error:
-            ticket.error = error
+        except Exception as error:
+            ticket.error = _known(error)
             return Outcome.RESUME_FAILED
         ticket.resumed = True
         return Outcome.RESUMED
@@ -137,8 +143,10 @@ class Actions:
         services.capacity.check_disk()
         services.capacity.take_memory(record.shape.memory_mib)
         self._memory_counted = True
-        machine = services.warm_pool.take(record.template_id) if origin.warm else None
+        machine = None
         try:
+            if origin.warm:
+                machine = await self._warm_machine()
             if machine is None:
                 machine = await services.machines.restore(
                     origin.shape,
@@ -149,10 +157,6 @@ class Actions:
                     owner=record.id,
                     policy=record.policy,
                 )
-            else:
-                services.machines.assign(machine, record.id)
-                await services.machines.set_policy(machine, record.policy)
-                await machine.vm.resume()
             request = init_request(record, services.tokens, now=services.clock.now(), dns_servers=services.dns_servers)
             await machine.guest.init(request, timeout_s=services.settings.restore_timeout_s)
         except BaseException:
@@ -162,6 +166,24 @@ class Actions:
             raise
         services.layers.hold(record.id, machine.layers)
         self._take_machine(machine)
+
+    async def _warm_machine(self) -> Machine | None:
+        """One of the pool, going on; None when there is none that can."""
+        services, record = self._services, self.record
+        machine = services.warm_pool.take(record.template_id)
+        if machine is None:
+            return None
+        try:
+            services.machines.assign(machine, record.id)
+            await services.machines.set_policy(machine, record.policy)
+            await machine.vm.resume()
+        except BaseException as error:
+            await services.machines.release(machine)
+            if not isinstance(error, AenvError):
+                raise
+            log.warning("a machine of the warm pool was of no use", machine=machine.id, error=str(error))
+            return None
+        return machine
 
     def _take_machine(self, machine: Machine) -> None:
         self.machine = machine
@@ -184,48 +206,45 @@ class Actions:
         self._services.tasks.spawn(watch(), name=f"watch-{machine_id}")
 
     async def _capture_and_stay(self, ticket: Ticket, _: Step | None) -> Outcome:
-        machine, services = self._running_machine(), self._services
+        services = self._services
         try:
             services.capacity.check_disk()
             capture = await services.capturer.capture_and_stop(
-                machine, holder=self._holder, require_healthy_guest=ticket.require_healthy_guest
+                self._running_machine(), holder=self._holder, require_healthy_guest=ticket.require_healthy_guest
             )
             ticket.snapshot = self._snapshot_record(capture, Kind.PAUSE, None)
         except SandboxLost as error:
             ticket.error = error
             return Outcome.CAPTURE_LOST
-        except AenvError as error:
-            services.layers.hold(self.id, machine.layers)
-            services.layers.release(self._holder)
-            ticket.error = error
+        except Exception as error:
+            ticket.error = _known(error)
             return Outcome.CAPTURE_FAILED
         return Outcome.CAPTURED
 
     async def _capture_and_go_on(self, ticket: Ticket, _: Step | None) -> Outcome:
-        machine, services = self._running_machine(), self._services
-        before = machine.id
-
-        async def persist() -> None:
-            await services.database.write(replace(self.record, machine=machine.to_json()).save)
-
+        services = self._services
+        ticket.holder = f"{self._holder}-{id(ticket)}"
         try:
+            machine = self._running_machine()
+            before = machine.id
+
+            async def persist() -> None:
+                await services.database.write(replace(self.record, machine=machine.to_json()).save)
+
             services.capacity.check_disk()
-            ticket.holder = f"{self._holder}-{id(ticket)}"
-            capture = await services.capturer.capture_and_continue(machine, holder=ticket.holder, persist=persist)
+            ticket.capture = await services.capturer.capture_and_continue(
+                machine, holder=ticket.holder, persist=persist
+            )
         except SandboxLost as error:
-            services.layers.release(ticket.holder)
             ticket.error = error
             return Outcome.CAPTURE_LOST
-        except AenvError as error:
-            services.layers.hold(self.id, machine.layers)
-            services.layers.release(ticket.holder)
-            ticket.error = error
+        except Exception as error:
+            ticket.error = _known(error)
             return Outcome.CAPTURE_FAILED
         services.layers.hold(self.id, machine.layers)
-        ticket.capture = capture
         if ticket.event is Request.SNAPSHOT:
             try:
-                ticket.snapshot = self._snapshot_record(capture, Kind.SNAPSHOT, ticket.snapshot_name)
+                ticket.snapshot = self._snapshot_record(ticket.capture, Kind.SNAPSHOT, ticket.snapshot_name)
             except AenvError as error:
                 ticket.error = error
         if machine.id == before:
@@ -237,7 +256,10 @@ class Actions:
         if self.state is State.FAILED:
             self.lost = ticket.error or SandboxLost(f"sandbox {self.id} was lost")
         await self._release_vm(ticket, None)
-        await self._drop_capture(ticket, None)
+        try:
+            await self._drop_capture(ticket, None)
+        except AenvError as error:
+            log.error("capture left to the next start", sandbox=self.id, error=str(error))
         self._services.layers.release(self.id)
         self._services.layers.release(self._holder)
         return Outcome.RELEASED
@@ -260,23 +282,17 @@ class Actions:
                 record.guest_unresponsive_at_pause = not snapshot.user_frozen
             try:
                 await services.snapshots.commit(snapshot, also=record.save)
-            except AenvError:
+            except AenvError as error:
                 ticket.snapshot = None
+                ticket.error = error
                 services.snapshots.discard_state(snapshot.id)
                 raise
             services.layers.release(self._holder)
-            services.tasks.spawn(self._make_durable(snapshot), name=f"sync-{snapshot.id}")
+            services.tasks.spawn(make_durable(services, snapshot), name=f"sync-{snapshot.id}")
+        if ticket.capture is not None:
+            services.capturer.keep(ticket.capture)
         self.record.paused_as = record.paused_as
         self.record.guest_unresponsive_at_pause = record.guest_unresponsive_at_pause
-
-    async def _make_durable(self, snapshot: SnapshotRecord) -> None:
-        services = self._services
-        layers = services.layers.paths([*snapshot.disk_layers, *snapshot.memory_layers])
-        try:
-            await services.machines.storage.sync_layers(layers)
-        except NotFound:
-            return
-        await services.snapshots.mark_durable(snapshot.id)
 
     async def _adopt(self, ticket: Ticket, _: Step | None) -> None:
         if self.machine is None:
@@ -331,12 +347,14 @@ class Actions:
             self._services.layers.release(self.id)
 
     async def _drop_capture(self, ticket: Ticket, _: Step | None) -> None:
+        """Of one that is being undone, only its layers are there yet; those the VM stands on by now stay."""
+        if self.machine is not None:
+            self._services.layers.hold(self.id, self.machine.layers)
+        self._services.layers.release(self._holder)
         paused, self.record.paused_as = self.record.paused_as, None
         if paused is not None:
-            try:
+            with suppress(NotFound):
                 await self._services.snapshots.delete(paused)
-            except NotFound:
-                pass
 
     async def _forget(self, ticket: Ticket, _: Step | None) -> None:
         await self._services.database.write(self.record.remove)
@@ -366,7 +384,7 @@ class Actions:
             self._services.capacity.give_memory(self.record.shape.memory_mib)
 
     def _snapshot_record(self, capture: Capture, kind: Kind, name: str | None) -> SnapshotRecord:
-        """The record of a capture, its device state written. Raises: StorageFull."""
+        """The record of a capture, its device state written. Raises: StorageFull, OperationFailed."""
         snapshot_id = new_snapshot_id()
         record = self.record
         return SnapshotRecord(
@@ -386,3 +404,13 @@ class Actions:
             source_sandbox=record.id,
             user_frozen=capture.user_frozen,
         )
+
+
+def _known(error: Exception) -> AenvError:
+    """In the terms of this program; what has none is a defect, or a host in a state nobody thought of."""
+    if isinstance(error, AenvError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFull(f"no space left: {error}", hint="free space in AENV_HOME or AENV_RUNTIME")
+    log.error("unexpected failure", exc_info=error)
+    return OperationFailed(f"unexpected failure: {error!r}")

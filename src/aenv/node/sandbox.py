@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import structlog
 
-from aenv.errors import AenvError, Conflict, NotFound
+from aenv.errors import AenvError, Conflict, NotFound, ShuttingDown
 from aenv.ids import SandboxId
 from aenv.lifecycle.events import FALLIBLE, WORK, Action, Event, Outcome, Reason, Request
 from aenv.lifecycle.machine import Lifecycle
@@ -42,6 +42,9 @@ class Sandbox:
         self._services = services
         self._on_gone = on_gone
         self._queue: asyncio.Queue[Ticket] = asyncio.Queue()
+        self._current: Ticket | None = None
+        self._rest = asyncio.Event()
+        self._ended = False
         self._actions = Actions(record, services, origin, self.tell)
 
     # asking
@@ -96,7 +99,7 @@ class Sandbox:
         ticket's error.
         """
         ticket.future = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(ticket)
+        self.tell(ticket)
         answered = await asyncio.shield(ticket.future)
         if answered.error is not None:
             raise answered.error
@@ -104,35 +107,61 @@ class Sandbox:
 
     def tell(self, ticket: Ticket) -> None:
         """Queue what nobody waits for."""
-        self._queue.put_nowait(ticket)
+        if self._ended:
+            self._turn_away(ticket)
+        else:
+            self._rest.clear()
+            self._queue.put_nowait(ticket)
+
+    async def at_rest(self) -> None:
+        """Return when nothing is under way or asked for: it runs, is paused, or is gone."""
+        await self._rest.wait()
 
     # deciding
 
     async def run(self, first: Step = BEGIN, ticket: Ticket | None = None) -> None:
         """The sandbox's task: take `first`, then serve the queue until everything is freed."""
-        await self._take(first, ticket or Ticket(Request.CONNECT))
-        while self.state not in TERMINAL:
-            waiting = await self._queue.get()
-            if self._overtaken(waiting):
-                continue
-            await self._feed(waiting.event, waiting)
-        self._on_gone(self, self._actions.lost)
-        while not self._queue.empty():
-            await self._feed_denied(self._queue.get_nowait())
+        try:
+            self._current = ticket = ticket or Ticket(Request.CONNECT)
+            await self._take(first, ticket)
+            while self.state not in TERMINAL:
+                if self._queue.empty():
+                    self._rest.set()
+                self._current = ticket = await self._queue.get()
+                if not self._overtaken(ticket):
+                    await self._feed(ticket.event, ticket)
+            self._on_gone(self, self._actions.lost)
+        finally:
+            self._end()
 
     def _overtaken(self, ticket: Ticket) -> bool:
-        """News of another VM than the one that serves, or an expiry after the deadline was moved."""
+        """News of another VM than the one that serves, or an expiry after the deadline, or the clock, was moved."""
         if ticket.machine is not None:
             return self._actions.machine is None or self._actions.machine.id != ticket.machine
-        if ticket.event in (Request.EXPIRE_PAUSE, Request.EXPIRE_KILL):
-            return self.record.end_at > self._services.clock.now()
+        expiry = ticket.event in (Request.EXPIRE_PAUSE, Request.EXPIRE_KILL) and self.state is State.RUNNING
+        if expiry and self.record.end_at > self._services.clock.now():
+            self._services.deadlines.set(self.id, self.record.end_at)
+            return True
         return False
 
-    async def _feed_denied(self, ticket: Ticket) -> None:
-        if ticket.event is Request.KILL and self._actions.lost is None and ticket.future is not None:
-            ticket.error = NotFound(f"sandbox {self.id} not found")
-        elif isinstance(ticket.event, Request):
+    def _end(self) -> None:
+        """Nobody is left waiting, also when the task was cancelled or met a defect."""
+        self._ended = True
+        if self._current is not None:
+            self._turn_away(self._current)
+        while not self._queue.empty():
+            self._turn_away(self._queue.get_nowait())
+        self._rest.set()
+
+    def _turn_away(self, ticket: Ticket) -> None:
+        if ticket.future is None or ticket.future.done():
+            return
+        if self.state in TERMINAL:
             ticket.error = _denial(self.id, Reason.LOST if self._actions.lost else Reason.GONE)
+        else:
+            ticket.error = ShuttingDown(
+                f"sandbox {self.id} is not served any more", hint="the node's next start takes it over"
+            )
         ticket.resolve()
 
     async def _feed(self, event: Event, ticket: Ticket) -> None:
@@ -173,7 +202,6 @@ class Sandbox:
                     ticket.error = ticket.error or error
                     return step.otherwise
                 else:
-                    ticket.error = ticket.error or error
                     log.error("action failed, going on", sandbox=self.id, action=action.name, error=str(error))
                 outcome = None
             if pending and action is pending[-1]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import structlog
 
 from aenv.clock import Clock
-from aenv.errors import AenvError, IncompatibleSnapshot, NotFound
+from aenv.errors import AenvError, CorruptData, IncompatibleSnapshot, NotFound
 from aenv.guest.assets import Assets
 from aenv.ids import new_snapshot_id
 from aenv.node.capture import Capturer
@@ -65,7 +65,7 @@ class BaseTemplate:
                 self._machines.driver.check(found.manifest)
                 self._snapshots.state(found)
                 return found
-            except IncompatibleSnapshot as error:
+            except (IncompatibleSnapshot, CorruptData) as error:
                 progress(f"template {NAME}: building again, {error.message}")
         return await self._build(assets, shape, key, found, progress)
 
