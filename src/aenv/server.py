@@ -196,6 +196,7 @@ async def _serve_api(stack: AsyncExitStack, manager: SandboxManager, settings: S
     async def end() -> None:
         server.should_exit = True
         await serving
+        await app.state.context.tasks.close()
         paths.control_socket.unlink(missing_ok=True)
 
     stack.push_async_callback(end)

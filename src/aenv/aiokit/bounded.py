@@ -30,28 +30,31 @@ class Bounded:
         return len(self._queue)
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        """Hold one place. Raises: TooManyStarts when none came free in time; nothing is held then."""
-        await self._enter()
+    async def admitted(self, *, patient: bool = False) -> AsyncIterator[None]:
+        """Hold one place. Raises: TooManyStarts when none came free in time, unless `patient`; nothing is held then."""
+        await self._enter(patient)
         try:
             yield
         finally:
             self._leave()
 
-    async def _enter(self) -> None:
+    async def _enter(self, patient: bool) -> None:
         if self._in_flight < self.limit and not self._queue:
             self._in_flight += 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
-        timer = asyncio.create_task(self._clock.sleep(self.wait_s), name="admission deadline")
+        waiting: list[asyncio.Future[None]] = [turn]
+        if not patient:
+            waiting.append(asyncio.create_task(self._clock.sleep(self.wait_s), name="admission deadline"))
         try:
-            await asyncio.wait((turn, timer), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self._give_up(turn)
             raise
         finally:
-            timer.cancel()
+            for timer in waiting[1:]:
+                timer.cancel()
         if not turn.done():
             self._give_up(turn)
             raise TooManyStarts(

@@ -23,6 +23,9 @@ from aenv.vmm.contract import CaptureKind, ProcessMemory, SavedVm, SparseDiff
 
 log = structlog.get_logger(__name__)
 
+MAX_LAYERS = 250
+"""A stack has at most 255 (docs/formats/lsmt.md). Nothing compacts stacks yet."""
+
 
 class Capturer:
     """Captures machines of one node. New layers are held by the `holder` given; whoever gave it releases it."""
@@ -152,6 +155,11 @@ class Capturer:
         `machine.disk_layers` has the sealed layer.
         """
         machines = self._machines
+        if max(len(machine.disk_layers), len(machine.memory_layers)) >= MAX_LAYERS:
+            raise OperationFailed(
+                f"the sandbox was captured {MAX_LAYERS} times already",
+                hint="copy what matters into a new sandbox of the template",
+            )
         disk, memory = machines.layers.new(), machines.layers.new()
         machines.layers.hold(holder, [*machine.layers, disk, memory])
         await machine.vm.suspend()

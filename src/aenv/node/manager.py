@@ -99,24 +99,27 @@ class SandboxManager:
         )
         return await self._begin(record, origin)
 
-    async def _begin(self, record: SandboxRecord, origin: Origin) -> SandboxView:
-        """Start a sandbox in a task of its own, so that it comes to an end whether or not anybody waits."""
+    async def _begin(self, record: SandboxRecord, origin: Origin, *, patient: bool = False) -> SandboxView:
+        """Start a sandbox in a task of its own, so that it comes to an end whether or not anybody waits.
+
+        A patient one waits for its turn as long as it takes: a fork's children, whose request was admitted as a whole.
+        """
         services = self._services
         self._require_open()
         # From here on, lest what it starts from is deleted while it waits for its turn.
         services.layers.hold(record.id, [*origin.capture.disk_layers, *origin.capture.memory_layers])
-        return await services.tasks.shielded(self._start(record, origin), name=f"start {record.id}")
+        return await services.tasks.shielded(self._start(record, origin, patient), name=f"start {record.id}")
 
     def _require_open(self) -> None:
         if self._stopping:
             raise ShuttingDown("this node is shutting down")
 
-    async def _start(self, record: SandboxRecord, origin: Origin) -> SandboxView:
+    async def _start(self, record: SandboxRecord, origin: Origin, patient: bool) -> SandboxView:
         counters = self._services.counters
         counters.starting += 1
         sandbox = None
         try:
-            async with self._services.starts.admitted():
+            async with self._services.starts.admitted(patient=patient):
                 self._require_open()
                 sandbox = Sandbox(record, self._services, origin=origin, on_gone=self._gone)
                 self._sandboxes[sandbox.id] = sandbox
@@ -147,6 +150,8 @@ class SandboxManager:
                 self._lost.popitem(last=False)
 
     async def connect(self, sandbox_id: str, timeout_s: int | None) -> tuple[SandboxView, bool]:
+        if self._stopping:
+            raise ShuttingDown("this node is shutting down")
         sandbox = self._find(sandbox_id)
         self._require_open()
         answered = await sandbox.ask(Ticket(Request.CONNECT, timeout_s=timeout_s))
@@ -182,7 +187,9 @@ class SandboxManager:
             assert ticket.capture is not None
             origin = Origin(source.record.shape, ticket.capture)
             children = [self._child(source.record, timeout_s) for _ in range(count)]
-            results = await asyncio.gather(*(self._begin(child, origin) for child in children), return_exceptions=True)
+            results = await asyncio.gather(
+                *(self._begin(child, origin, patient=True) for child in children), return_exceptions=True
+            )
         finally:
             self._services.layers.release(ticket.holder)
         unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, AenvError)]
@@ -317,14 +324,16 @@ class SandboxManager:
         self._stopping = True
         sandboxes = list(self._sandboxes.values())
         if not keep_running:
-            await asyncio.gather(*(self._pause_to_stop(sandbox) for sandbox in sandboxes))
+            places = asyncio.Semaphore(self._services.starts.limit)
+            await asyncio.gather(*(self._pause_to_stop(sandbox, places) for sandbox in sandboxes))
         await asyncio.gather(*(sandbox.at_rest() for sandbox in sandboxes))
         await asyncio.gather(*(make_durable(self._services, snapshot) for snapshot in not_durable(self._services)))
 
-    async def _pause_to_stop(self, sandbox: Sandbox) -> None:
+    async def _pause_to_stop(self, sandbox: Sandbox, places: asyncio.Semaphore) -> None:
         for _ in range(_STOP_ATTEMPTS):
             try:
-                await sandbox.ask(Ticket(Request.PAUSE))
+                async with places:
+                    await sandbox.ask(Ticket(Request.PAUSE))
                 return
             except (NotFound, Conflict):  # it is gone, or paused
                 return
