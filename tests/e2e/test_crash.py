@@ -68,9 +68,9 @@ def test_server_killed_beside_another_node(own_node: NodeProcess, node: NodeProc
 
 
 def test_a_killed_vm_is_reported_gone(node: NodeProcess) -> None:
-    others = _machine_pids(node)
+    others = node.machine_pids()
     sandbox = Sandbox.create("base", timeout=60, **node.options)
-    (pid,) = _machine_pids(node) - others
+    (pid,) = node.machine_pids() - others
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while sandbox.is_running():
@@ -78,20 +78,6 @@ def test_a_killed_vm_is_reported_gone(node: NodeProcess) -> None:
         time.sleep(0.1)
     assert sandbox.sandbox_id not in [info.sandbox_id for info in Sandbox.list(**node.options).next_items()]
     assert not sandbox.kill()
-
-
-def _machine_pids(node: NodeProcess) -> set[int]:
-    found = set()
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                with open(f"/proc/{entry.name}/cmdline", "rb") as file:
-                    command = file.read()
-            except OSError:
-                continue
-            if str(node.runtime).encode() in command and b"qemu-system" in command.split(b"\0")[0]:
-                found.add(int(entry.name))
-    return found
 
 
 def test_stop_pauses_and_leaves_nothing() -> None:

@@ -1,6 +1,7 @@
 """A node as a process of its own, the way a user runs it."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -46,6 +47,16 @@ class NodeProcess:
     def held(self) -> list[str]:
         """What the node holds on the host."""
         return held_by((self.home / "instance-id").read_text().strip(), self.directory)
+
+    def machine_pids(self) -> set[int]:
+        """Of the VMM processes."""
+        return {int(thing.split()[1]) for thing in self.held() if re.match(r"process: \d+ \S*qemu-system", thing)}
+
+    @staticmethod
+    def host_addresses() -> list[str]:
+        """IPv4 addresses of this machine outside loopback, the slots' included."""
+        listing = subprocess.run(["ip", "-4", "-o", "address"], capture_output=True, text=True, check=True).stdout
+        return [found[1] for found in re.finditer(r"inet (\S+?)/", listing) if not found[1].startswith("127.")]
 
     @property
     def options(self) -> dict[str, str]:
