@@ -135,7 +135,9 @@ class Machine:
                 # The state may have been refused before there was anybody to tell.
                 tail = _read_log(log)
                 _raise_if_refused(spec.vm_id, tail, error)
-                raise OperationFailed(f"QEMU did not start for {spec.vm_id}: {tail or repr(error)}") from error
+                outcome = "it runs" if process.alive else process.outcome
+                reason = f"{error!r}; {outcome}; its log: {tail or '(empty)'}"
+                raise OperationFailed(f"QEMU did not start for {spec.vm_id}: {reason}") from error
             undo.pop_all()
         return cls(spec.vm_id, place, process=process, monitor=monitor, group=group, log=log)
 
