@@ -18,6 +18,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     connectrpc_build::Config::new()
         .descriptor_set(&descriptors)
         .files(&FILES)
+        // It would watch `descriptors`, which is younger than this run of the script: changed for ever.
+        .emit_rerun_directives(false)
         .include_file("connect.rs")
         .compile()?;
     Ok(())
