@@ -36,9 +36,9 @@ def test_a_disk_more_moves_no_other_device() -> None:
     two = buses(arguments(PLATFORM, "n", replace(SPEC, disks=[*SPEC.disks, Path("/d")]), SOURCE))
     assert two == {**one, "disk1": "virtio-mmio-bus.22"}
     assert one == {
-        "virtio-rng-device": "virtio-mmio-bus.0",
-        "virtio-balloon-device": "virtio-mmio-bus.1",
-        "virtio-net-device": "virtio-mmio-bus.2",
+        "virtio-rng-device": "virtio-mmio-bus.1",
+        "virtio-balloon-device": "virtio-mmio-bus.2",
+        "virtio-net-device": "virtio-mmio-bus.3",
         "disk0": "virtio-mmio-bus.23",
     }
 

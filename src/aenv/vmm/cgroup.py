@@ -8,6 +8,7 @@ touches no other node's. What is missing is not an error: the limits then do not
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class ControlGroups:
         for root, version, options in _mounts(mountinfo):
             names = _read(root / "cgroup.controllers").split() if version == 2 else options
             usable = tuple(name for name in _CONTROLLERS if name in names and name in missing)
-            if usable and self._prepare(root, usable, version):
+            if usable and _enable(root, usable, version):
                 self._roots.append((root, usable, version))
                 missing -= set(usable)
         self.problems = [f"no usable {name} control group: sandboxes are not limited by it" for name in sorted(missing)]
@@ -46,7 +47,8 @@ class ControlGroups:
         for root, controllers, version in self._roots:
             directory = root / self._node / name
             with contextlib.suppress(OSError):
-                directory.mkdir(exist_ok=True)
+                directory.mkdir(parents=True, exist_ok=True)
+                _enable(directory.parent, controllers, version)
                 directories.append(directory)
             for controller in controllers:
                 for file, value in _settings(controller, limits, version):
@@ -64,16 +66,6 @@ class ControlGroups:
             for directory in [*node.glob("*/"), node]:
                 with contextlib.suppress(OSError):
                     directory.rmdir()
-
-    def _prepare(self, root: Path, controllers: Sequence[str], version: int) -> bool:
-        try:
-            (root / self._node).mkdir(exist_ok=True)
-            if version == 2:
-                for directory in (root, root / self._node):
-                    (directory / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
-        except OSError:
-            return False
-        return True
 
 
 @dataclass(frozen=True)
@@ -96,10 +88,22 @@ class ControlGroup:
         return any(re.search(r"^oom_kill [1-9]", text, re.MULTILINE) for text in texts)
 
     def remove(self) -> None:
-        """Remove the group, which must hold no process. Idempotent."""
+        """Remove the group, which must hold no process, and the node's when this was its last. Idempotent."""
         for directory in self.directories:
             with contextlib.suppress(OSError):
                 directory.rmdir()
+                directory.parent.rmdir()
+
+
+def _enable(directory: Path, controllers: Sequence[str], version: int) -> bool:
+    """Whether groups below `directory` have these controllers; version 2 has to be told so."""
+    if version == 1:
+        return os.access(directory, os.W_OK)
+    try:
+        (directory / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
+    except OSError:
+        return False
+    return True
 
 
 def _settings(controller: str, limits: Limits, version: int) -> list[tuple[str, str]]:

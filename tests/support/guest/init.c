@@ -10,6 +10,7 @@
  *   hash                -> hash over the whole buffer
  *   write DISK VALUE    -> writes VALUE into the first sector of disk number DISK and flushes it; answers "ok"
  *   read DISK           -> the value there
+ *   random              -> a number from the hardware random generator
  *   power-off           -> ends the VM
  */
 #include <arpa/inet.h>
@@ -134,6 +135,12 @@ static void answer(const char *request, char *reply, size_t size)
 
 		if (file >= 0 && read(file, sector, SECTOR) == SECTOR)
 			snprintf(reply, size, "%" PRIu64, sector[0]);
+		close(file);
+	} else if (strcmp(request, "random") == 0) {
+		int file = open("/dev/hwrng", O_RDONLY | O_CLOEXEC);
+
+		if (file >= 0 && read(file, &a, sizeof a) == sizeof a)
+			snprintf(reply, size, "%" PRIu64, a);
 		close(file);
 	} else if (strcmp(request, "power-off") == 0) {
 		reboot(LINUX_REBOOT_CMD_RESTART);

@@ -28,7 +28,8 @@ _THREAD_POOL_MAX = 16
 """QEMU's default of 64 threads for disk I/O would run into the process limit, and it aborts when it cannot
 make one.
 """
-_RNG_BUS, _BALLOON_BUS, _NETWORK_BUS = 0, 1, 2
+_RNG_BUS, _BALLOON_BUS, _NETWORK_BUS = 1, 2, 3
+"""Place 0 is left empty: QEMU's interrupt controller takes its line for the old timer's, and no interrupt arrives."""
 _FIRST_DISK_BUS = 23
 """And down from there: a guest numbers its disks from the last place on the bus to the first."""
 
