@@ -1,16 +1,20 @@
 //! Control groups: the agent in one of its own, everything it starts in another that can be limited and frozen.
 //!
 //! ```text
-//! /sys/fs/cgroup/aenv.agent     the agent: protected memory, most of the CPU when it needs it
-//! /sys/fs/cgroup/user           every process of the sandbox: process numbers, freezer
-//! /sys/fs/cgroup/user/main      where processes start: its own limits of process numbers and memory
-//! /sys/fs/cgroup/user/spare     where they start when a fork bomb has filled `main`: to look around, and to end it
+//! /sys/fs/cgroup/aenv.agent   the agent: protected memory, most of the CPU when it needs it
+//! /sys/fs/cgroup/user         every process of the sandbox: limits, freezer
+//! /sys/fs/cgroup/user/N       a process that was started, with its descendants
 //! ```
+//!
+//! A group for each start is what makes a fork bomb bearable: it fills its own share of process numbers and shares the CPU, as
+//! one of several equals, with whatever is started to look at it and to end it.
 
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::io::Interest;
@@ -19,104 +23,109 @@ use tokio::time::timeout;
 
 use crate::log;
 
-/// The sandbox's part of the process numbers that the kernel allows for this memory: it would let them fill an eighth of it.
-const PIDS_SHARE: u64 = 2;
-/// Of those, what a full `main` leaves to `spare`.
-const PIDS_SPARE: u64 = 1024;
-/// Memory protected for the agent.
+/// The sandbox may have this part of the process numbers that the kernel would allow for the memory there is: they would fill an
+/// eighth of it with their stacks alone, and each needs about ten times that.
+const PIDS_SHARE: u64 = 4;
+/// The part of the sandbox's that a single start, with its descendants, must leave to the others.
+const PIDS_LEFT: u64 = 8;
+/// Memory protected for the agent, which the sandbox may not have.
 const MEMORY_AGENT: u64 = 32 << 20;
-/// Memory that a full `main` leaves to `spare`; the part of all memory that it is at most.
-const MEMORY_SPARE: u64 = 64 << 20;
-const MEMORY_SPARE_SHARE: u64 = 16;
 
 /// The groups of user processes, or none where the host gave us no control group.
 pub struct Cgroups {
-    user: Option<UserGroups>,
+    root: Option<PathBuf>,
+    /// Limit of each start's own group.
+    pids_each: Option<u64>,
+    next: AtomicU64,
+    /// Groups whose start has ended, but not all of its descendants.
+    inhabited: Mutex<Vec<PathBuf>>,
     /// Serialises freezing and thawing.
     turn: tokio::sync::Mutex<()>,
 }
 
-struct UserGroups {
-    root: PathBuf,
-    main: OwnedFd,
-    spare: OwnedFd,
+/// The group of one start.
+pub struct Group {
+    path: PathBuf,
+    directory: OwnedFd,
+}
+
+impl AsFd for Group {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
+    }
 }
 
 impl Cgroups {
     pub fn none() -> Self {
-        Self {
-            user: None,
-            turn: tokio::sync::Mutex::default(),
-        }
+        Self::new(None)
     }
 
-    /// Makes the groups below `hierarchy`, a cgroup2 mount that is ours alone, and moves this process into its own.
+    /// Keeps user processes below `root`, a directory of the cgroup2 hierarchy that is ours alone. No limits.
+    pub fn at(root: &Path) -> Self {
+        Self::new(Some(root.to_owned()))
+    }
+
+    /// Makes the groups below `hierarchy`, the machine's cgroup2 mount, moves this process into its own and limits the others.
     pub fn machine(hierarchy: &Path) -> io::Result<Self> {
-        let agent = hierarchy.join("aenv.agent");
+        let (agent, user) = (hierarchy.join("aenv.agent"), hierarchy.join("user"));
         fs::create_dir_all(&agent)?;
+        fs::create_dir_all(&user)?;
         fs::write(agent.join("cgroup.procs"), "0")?;
-        enable_controllers(hierarchy);
-        set(&agent, "cpu.weight", "10000");
-        set(&agent, "memory.min", &MEMORY_AGENT.to_string());
-        let groups = Self::at(&hierarchy.join("user"))?;
-        groups.limit();
+        enable(hierarchy, &["+cpu", "+memory", "+pids"]);
+        enable(&user, &["+cpu", "+pids"]);
+        set(&agent, "cpu.weight", 10_000);
+        set(&agent, "memory.min", MEMORY_AGENT);
+        if let Some(memory) = crate::metrics::memory() {
+            set(
+                &user,
+                "memory.max",
+                memory.available.saturating_sub(MEMORY_AGENT),
+            );
+        }
+        let mut groups = Self::at(&user);
+        let allowed = ["/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max"].map(number);
+        if let Some(allowed) = allowed.into_iter().flatten().min() {
+            let pids = allowed / PIDS_SHARE;
+            set(&user, "pids.max", pids);
+            groups.pids_each = Some(pids - pids / PIDS_LEFT);
+        }
         Ok(groups)
     }
 
-    /// Makes the two groups of user processes in `root`, without limits.
-    pub fn at(root: &Path) -> io::Result<Self> {
-        let open = |name| {
-            let path = root.join(name);
-            fs::create_dir_all(&path)?;
-            File::open(path).map(OwnedFd::from)
-        };
-        let (main, spare) = (open("main")?, open("spare")?);
-        enable_controllers(root);
-        let user = UserGroups {
-            root: root.to_owned(),
-            main,
-            spare,
-        };
-        Ok(Self {
-            user: Some(user),
+    fn new(root: Option<PathBuf>) -> Self {
+        Self {
+            root,
+            pids_each: None,
+            next: AtomicU64::new(1),
+            inhabited: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
-        })
+        }
     }
 
-    /// Directories a process may start in, the preferred one first.
-    pub fn starting_points(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.user
-            .iter()
-            .flat_map(|groups| [groups.main.as_fd(), groups.spare.as_fd()])
-    }
-
-    fn limit(&self) {
-        let Some(UserGroups { root, .. }) = &self.user else {
-            return;
+    /// Makes the group of one start; nothing where there are no groups. `release` it.
+    pub fn group(&self) -> io::Result<Option<Group>> {
+        let Some(root) = &self.root else {
+            return Ok(None);
         };
-        let (main, spare) = (root.join("main"), root.join("spare"));
-        let numbers = ["/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max"].map(number);
-        if let Some(most) = numbers.into_iter().flatten().min() {
-            let pids = most / PIDS_SHARE;
-            set(root, "pids.max", &pids.to_string());
-            set(
-                &main,
-                "pids.max",
-                &(pids - PIDS_SPARE.min(pids / 8)).to_string(),
-            );
+        let path = root.join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
+        fs::create_dir(&path)?;
+        if let Some(pids) = self.pids_each {
+            set(&path, "pids.max", pids);
         }
-        if let Some(memory) = crate::metrics::memory() {
-            let kept = MEMORY_SPARE.min(memory.total / MEMORY_SPARE_SHARE);
-            // Protection passes down only as far as the parent has it.
-            set(root, "memory.min", &kept.to_string());
-            set(&spare, "memory.min", &kept.to_string());
-            set(
-                &main,
-                "memory.max",
-                &memory.total.saturating_sub(MEMORY_AGENT + kept).to_string(),
-            );
-        }
-        set(&spare, "cpu.weight", "1000");
+        let directory = File::open(&path)?.into();
+        Ok(Some(Group { path, directory }))
+    }
+
+    /// Removes a group, or as soon as its last process has ended and another group is released.
+    pub fn release(&self, group: Option<Group>) {
+        let mut inhabited = self
+            .inhabited
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        inhabited.extend(group.map(|group| group.path));
+        inhabited.retain(|path| {
+            fs::remove_dir(path).is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy)
+        });
     }
 
     /// Stops every user process.
@@ -124,10 +133,10 @@ impl Cgroups {
     /// Errors: why some run on; then all do, as before.
     pub async fn freeze(&self, within: Duration) -> Result<(), String> {
         let _turn = self.turn.lock().await;
-        let Some(groups) = &self.user else {
+        let Some(root) = &self.root else {
             return Err("there is no control group to freeze".into());
         };
-        let failure = match timeout(within, groups.set_frozen(true)).await {
+        let failure = match timeout(within, freeze_all(root)).await {
             Ok(Ok(())) => return Ok(()),
             Ok(Err(error)) => format!("cannot freeze: {error}"),
             Err(_) => format!(
@@ -135,7 +144,7 @@ impl Cgroups {
                 within.as_millis()
             ),
         };
-        match groups.request(false) {
+        match request(root, false) {
             Ok(()) => Err(failure),
             Err(error) => Err(format!("{failure}; and cannot thaw: {error}")),
         }
@@ -144,53 +153,45 @@ impl Cgroups {
     /// Lets user processes go on. Does nothing when they do.
     pub async fn thaw(&self) -> io::Result<()> {
         let _turn = self.turn.lock().await;
-        match &self.user {
-            Some(groups) => groups.request(false),
-            None => Ok(()),
-        }
+        self.root
+            .as_deref()
+            .map_or(Ok(()), |root| request(root, false))
     }
 }
 
-impl UserGroups {
-    fn request(&self, frozen: bool) -> io::Result<()> {
-        fs::write(
-            self.root.join("cgroup.freeze"),
-            if frozen { "1" } else { "0" },
-        )
-    }
+fn request(root: &Path, frozen: bool) -> io::Result<()> {
+    fs::write(root.join("cgroup.freeze"), if frozen { "1" } else { "0" })
+}
 
-    /// Returns when the kernel says that the state is reached, woken by its notification on cgroup.events.
-    async fn set_frozen(&self, frozen: bool) -> io::Result<()> {
-        let path = self.root.join("cgroup.events");
-        let file = File::open(&path)?;
-        // SAFETY: a File owns its descriptor and keeps it open, and the same, until the AsyncFd that owns it is dropped.
-        let events = unsafe { AsyncFd::register_with_interest(file, Interest::PRIORITY) }?;
-        self.request(frozen)?;
-        let wanted = if frozen { "frozen 1" } else { "frozen 0" };
-        loop {
-            // Reading the watched descriptor itself is what arms its next notification.
-            let mut content = [0; 256];
-            let length = rustix::io::pread(events.get_ref(), &mut content, 0)?;
-            if content[..length]
-                .split(|&byte| byte == b'\n')
-                .any(|line| line == wanted.as_bytes())
-            {
-                return Ok(());
-            }
-            events.ready(Interest::PRIORITY).await?.clear_ready();
+/// Returns when the kernel says that all are frozen, woken by its notification on cgroup.events.
+async fn freeze_all(root: &Path) -> io::Result<()> {
+    let file = File::open(root.join("cgroup.events"))?;
+    // SAFETY: a File owns its descriptor and keeps it open, and the same, until the AsyncFd that owns it is dropped.
+    let events = unsafe { AsyncFd::register_with_interest(file, Interest::PRIORITY) }?;
+    request(root, true)?;
+    loop {
+        // Reading the watched descriptor itself is what arms its next notification.
+        let mut content = [0; 256];
+        let length = rustix::io::pread(events.get_ref(), &mut content, 0)?;
+        if content[..length]
+            .split(|&byte| byte == b'\n')
+            .any(|line| line == b"frozen 1")
+        {
+            return Ok(());
         }
+        events.ready(Interest::PRIORITY).await?.clear_ready();
     }
 }
 
-fn enable_controllers(group: &Path) {
-    for controller in ["+cpu", "+memory", "+pids"] {
-        // One by one: a kernel without one of them still gives the others.
+/// One by one: a kernel without one of the controllers still gives the others.
+fn enable(group: &Path, controllers: &[&str]) {
+    for controller in controllers {
         let _ = fs::write(group.join("cgroup.subtree_control"), controller);
     }
 }
 
-fn set(group: &Path, file: &str, value: &str) {
-    if let Err(error) = fs::write(group.join(file), value) {
+fn set(group: &Path, file: &str, value: u64) {
+    if let Err(error) = fs::write(group.join(file), value.to_string()) {
         log::write(format_args!(
             "{}/{file} = {value}: {error}",
             group.display()

@@ -22,7 +22,8 @@ mod smallfile;
 mod state;
 mod users;
 
-/// Messages and service traits generated from proto/.
+/// Messages and service traits generated from proto/. Names are the protocol's.
+#[allow(clippy::upper_case_acronyms)]
 mod proto {
     connectrpc::include_generated!("connect.rs");
 }

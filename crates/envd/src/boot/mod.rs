@@ -112,7 +112,7 @@ pub fn as_program(arguments: &Arguments) -> io::Result<Started> {
         cgroups: arguments
             .cgroup
             .as_deref()
-            .map_or_else(|| Ok(Cgroups::none()), Cgroups::at)?,
+            .map_or_else(Cgroups::none, Cgroups::at),
         machine: arguments.machine.then_some(Machine),
     })
 }

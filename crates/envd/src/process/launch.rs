@@ -1,38 +1,29 @@
-//! From a request to a running process, and the tasks that see it through to its end.
+//! From a request to a running process.
 
 use std::ffi::{CString, OsStr};
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
-use bytes::Bytes;
 use connectrpc::ConnectError;
 use rustix::process::Signal;
 use tokio::sync::mpsc::Receiver;
-use tokio::sync::{oneshot, watch};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until};
 
 use super::channel::{Channel, terminal};
-use super::output::{End, Event, Exit, Source};
+use super::input::Input;
+use super::output::{Event, Source};
 use super::spawn::{Failure, Program};
-use super::table::{Child, Input, Process, Table};
+use super::supervise::{self, Outputs};
+use super::table::{Child, Process, Table};
+use crate::cgroup::Group;
 use crate::environment;
 use crate::proto::process::ProcessConfig;
 use crate::state::{Agent, blocking};
 use crate::users::User;
-
-const PIPE_CHUNK: usize = 32 << 10;
-const TERMINAL_CHUNK: usize = 16 << 10;
-/// What a pipe holds: a process's own last words are at most that much behind its exit.
-const PIPE_CAPACITY: usize = 64 << 10;
-/// Once a process has ended, a descendant that keeps its output open is listened to until it is silent for this long …
-const SILENCE: Duration = Duration::from_millis(100);
-/// … and, if it never is, for this long in all.
-const AFTERMATH: Duration = Duration::from_secs(1);
 
 pub struct Request {
     pub config: ProcessConfig,
@@ -49,6 +40,14 @@ pub struct Request {
 struct Ends {
     input: Option<OwnedFd>,
     outputs: Vec<(Source, OwnedFd)>,
+}
+
+/// A clone on its way to its program.
+struct Starting {
+    config: ProcessConfig,
+    child: Child,
+    ends: Ends,
+    group: Option<Group>,
 }
 
 /// Starts the process; the receiver sees all of its output. Run it as a task of its own: dropped half-way, it would leave a
@@ -69,33 +68,54 @@ pub async fn launch(
         deadline,
     } = request;
     let command = config.cmd.clone();
-    let preparing = agent.clone();
-    let (config, child, ends) = blocking(move || {
-        let (program, ends) = prepare(&preparing, &config, user.as_deref(), terminal, stdin)?;
-        let child = preparing
+    let cloning = agent.clone();
+    let started = blocking(move || {
+        let (program, ends) = prepare(&cloning, &config, user.as_deref(), terminal, stdin)?;
+        let group = cloning.cgroups.group().map_err(cannot_clone)?;
+        match cloning
             .processes
-            .spawn(&program, preparing.cgroups.starting_points())
-            .map_err(cannot_clone)?;
-        Ok::<_, ConnectError>((config, child, ends))
-    })
-    .await
-    .map_err(internal)??;
-
-    let Child {
-        pid,
-        outcome,
-        mut exit,
-    } = child;
-    executed(&agent.processes, pid, outcome, deadline, &command).await?;
-    let (input, outputs) = channels(ends, terminal.is_some()).map_err(|error| {
-        agent.processes.signal(pid, Signal::KILL);
-        internal(error)
-    })?;
+            .spawn(&program, group.as_ref().map(Group::as_fd))
+        {
+            Ok(child) => Ok(Starting {
+                config,
+                child,
+                ends,
+                group,
+            }),
+            Err(error) => {
+                cloning.cgroups.release(group);
+                Err(cannot_clone(error))
+            }
+        }
+    });
+    let Starting {
+        config,
+        child,
+        ends,
+        group,
+    } = started.await.map_err(internal)??;
+    let Child { pid, outcome, exit } = child;
+    let channels = async {
+        executed(&agent.processes, pid, outcome, deadline, &command).await?;
+        channels(ends, terminal.is_some()).map_err(|error| {
+            agent.processes.signal(pid, Signal::KILL);
+            internal(error)
+        })
+    };
+    let (input, outputs) = match channels.await {
+        Ok(channels) => channels,
+        Err(error) => {
+            agent.cgroups.release(group);
+            return Err(error);
+        }
+    };
     let process = Arc::new(Process::new(pid, config, tag, input));
     let events = process.output.listen();
     agent.processes.add(process.clone());
-    let table = agent.processes.clone();
-    tokio::spawn(async move { see_through(table, process, &mut exit, outputs, deadline).await });
+    tokio::spawn(async move {
+        supervise::see_through(&agent.processes, process, exit, outputs, deadline).await;
+        agent.cgroups.release(group);
+    });
     Ok((pid, events))
 }
 
@@ -240,13 +260,13 @@ fn streams(size: Option<(u16, u16)>, stdin: bool, uid: u32) -> io::Result<([Owne
     ))
 }
 
-fn channels(ends: Ends, is_terminal: bool) -> io::Result<(Input, Vec<(Source, Arc<Channel>)>)> {
+fn channels(ends: Ends, is_terminal: bool) -> io::Result<(Input, Outputs)> {
     let mut outputs = Vec::new();
     for (source, fd) in ends.outputs {
         outputs.push((source, Arc::new(Channel::new(fd)?)));
     }
     let input = match ends.input {
-        Some(fd) => Input::Pipe(tokio::sync::Mutex::new(Some(Channel::new(fd)?))),
+        Some(fd) => Input::pipe(Channel::new(fd)?),
         None if is_terminal => Input::Terminal(outputs[0].1.clone()),
         None => Input::None,
     };
@@ -288,141 +308,9 @@ pub fn deadline_exceeded() -> ConnectError {
     )
 }
 
-async fn at(deadline: Option<Instant>) {
+pub async fn at(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => sleep_until(deadline).await,
         None => std::future::pending().await,
-    }
-}
-
-/// Until the process has ended, by itself or at its deadline, and all it wrote has been handed out.
-async fn see_through(
-    table: Table,
-    process: Arc<Process>,
-    exit: &mut oneshot::Receiver<Exit>,
-    outputs: Vec<(Source, Arc<Channel>)>,
-    deadline: Option<Instant>,
-) {
-    let (exited, ended) = watch::channel(None);
-    let readers: Vec<_> = outputs
-        .into_iter()
-        .map(|(source, channel)| {
-            tokio::spawn(relay(process.clone(), source, channel, ended.clone()))
-        })
-        .collect();
-    let mut timed_out = false;
-    let exit = loop {
-        tokio::select! {
-            exit = &mut *exit => break exit.unwrap_or(Exit::Signal(Signal::KILL.as_raw())),
-            () = at(deadline), if !timed_out => {
-                timed_out = true;
-                table.signal(process.pid, Signal::KILL);
-            }
-        }
-    };
-    process.set_exited();
-    exited.send_replace(Some(Instant::now()));
-    for reader in readers {
-        let _ = reader.await;
-    }
-    let end = End { exit, timed_out };
-    process.output.publish(Event::End(end.clone())).await;
-    table.retire(&process, end);
-}
-
-/// Publishes what the process writes. Returns at the end of the stream, or after the process's when only a descendant still
-/// holds it open; what that one writes later is read and dropped.
-async fn relay(
-    process: Arc<Process>,
-    source: Source,
-    channel: Arc<Channel>,
-    mut ended: watch::Receiver<Option<Instant>>,
-) {
-    let size = if source == Source::Terminal {
-        TERMINAL_CHUNK
-    } else {
-        PIPE_CHUNK
-    };
-    let mut buffer = vec![0; size];
-    let mut since_end = 0;
-    loop {
-        let silence = async {
-            // The sender outlives its readers, so this waits for the end indeed.
-            let _ = ended.wait_for(Option::is_some).await;
-            tokio::time::sleep(SILENCE).await;
-        };
-        let read = tokio::select! {
-            biased;
-            read = channel.read(&mut buffer) => read,
-            () = silence => break,
-        };
-        let length = match read {
-            Ok(0) | Err(_) => return,
-            Ok(length) => length,
-        };
-        process
-            .output
-            .publish(Event::Data(
-                source,
-                Bytes::copy_from_slice(&buffer[..length]),
-            ))
-            .await;
-        if let Some(end) = *ended.borrow() {
-            since_end += length;
-            if since_end > PIPE_CAPACITY && end.elapsed() > AFTERMATH {
-                break;
-            }
-        }
-    }
-    tokio::spawn(async move { while matches!(channel.read(&mut buffer).await, Ok(1..)) {} });
-}
-
-/// Writes `data` to a process's standard input or terminal.
-///
-/// Errors: `internal` when it has none or closed it, `failed_precondition` when it has the other kind.
-pub async fn send(process: &Process, to_terminal: bool, data: &[u8]) -> Result<(), ConnectError> {
-    let written = match &process.input {
-        Input::None => {
-            return Err(ConnectError::internal(
-                "stdin is not enabled for this process",
-            ));
-        }
-        Input::Pipe(_) if to_terminal => {
-            return Err(ConnectError::failed_precondition(
-                "the process has no terminal",
-            ));
-        }
-        Input::Terminal(_) if !to_terminal => {
-            return Err(ConnectError::failed_precondition(
-                "the process has a terminal: send pty input",
-            ));
-        }
-        Input::Pipe(pipe) => match &*pipe.lock().await {
-            Some(pipe) => pipe.write_all(data).await,
-            None => return Err(ConnectError::internal("stdin is closed")),
-        },
-        Input::Terminal(terminal) => terminal.write_all(data).await,
-    };
-    written.map_err(|error| ConnectError::internal(format!("cannot write to the process: {error}")))
-}
-
-/// Longest wait for writes in progress when standard input is to be closed.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(10);
-
-/// Closes standard input, after what was sent before. Idempotent.
-pub async fn close_stdin(process: &Process) -> Result<(), ConnectError> {
-    match &process.input {
-        Input::None => Ok(()),
-        Input::Terminal(_) => Err(ConnectError::failed_precondition(
-            "a terminal cannot be closed: send it an end-of-file (^D)",
-        )),
-        Input::Pipe(pipe) => {
-            let waited = timeout(CLOSE_PATIENCE, pipe.lock()).await;
-            let mut pipe = waited.map_err(|_| {
-                ConnectError::unavailable("the process does not read what was sent to it before")
-            })?;
-            *pipe = None;
-            Ok(())
-        }
     }
 }

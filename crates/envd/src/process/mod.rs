@@ -1,9 +1,11 @@
 //! Processes of the sandbox: `process.Process` of the envd protocol.
 //!
 //! ```text
-//! service   the RPCs                         │ launch   a request becomes a process and its tasks
-//! table     running ones, reaping            │ spawn    clone, become the user, exec
-//! output    what a process writes, fanned out│ channel  descriptors towards the process
+//! service    the RPCs                           │ table    running ones, reaping, signals
+//! launch     a request becomes a process        │ spawn    clone, become the user, exec
+//! supervise  the process until its end          │ channel  descriptors towards the process
+//! output     what it writes, fanned out         │ input    what clients send
+//! stream     output, as clients are told it     │
 //! ```
 //!
 //! A process belongs to nobody's connection: it ends by itself, by a signal, or when the deadline of its Start passes, which
@@ -11,10 +13,13 @@
 //! not there; see `output` for readers that are slow.
 
 mod channel;
+mod input;
 mod launch;
 mod output;
 mod service;
 mod spawn;
+mod stream;
+mod supervise;
 pub mod table;
 
 pub use service::Processes;

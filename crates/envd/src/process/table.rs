@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, kill_process_group, wait};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Mutex as AsyncMutex, oneshot};
+use tokio::sync::oneshot;
 
-use super::channel::Channel;
+use super::input::Input;
 use super::output::{End, Exit, Output};
 use super::spawn::{Program, spawn};
 use crate::proto::process::ProcessConfig;
@@ -30,14 +30,6 @@ pub struct Process {
     pub output: Output,
     pub input: Input,
     exited: AtomicBool,
-}
-
-/// Where what a client sends goes.
-pub enum Input {
-    None,
-    /// Empty once closed.
-    Pipe(AsyncMutex<Option<Channel>>),
-    Terminal(Arc<Channel>),
 }
 
 /// A clone that has not executed its program yet.
@@ -126,25 +118,10 @@ impl Table {
         Ok(table)
     }
 
-    /// Clones `program` in the first of `cgroups` that has room; without any, beside the agent.
-    pub fn spawn<'a>(
-        &self,
-        program: &Program,
-        cgroups: impl Iterator<Item = BorrowedFd<'a>>,
-    ) -> io::Result<Child> {
+    /// Clones `program` in `cgroup`; without one, beside the agent.
+    pub fn spawn(&self, program: &Program, cgroup: Option<BorrowedFd<'_>>) -> io::Result<Child> {
         let mut state = self.state();
-        let mut result = None;
-        for cgroup in cgroups {
-            let attempt = spawn(program, Some(cgroup));
-            let full = attempt
-                .as_ref()
-                .is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
-            result = Some(attempt);
-            if !full {
-                break;
-            }
-        }
-        let spawned = result.unwrap_or_else(|| spawn(program, None))?;
+        let spawned = spawn(program, cgroup)?;
         let (sender, exit) = oneshot::channel();
         state.children.insert(spawned.pid, sender);
         Ok(Child {
