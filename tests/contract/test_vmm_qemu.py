@@ -80,14 +80,18 @@ async def test_the_process_is_confined(harness: QemuHarness, spec: VmSpec, vm: V
         assert groups.count(f"/{spec.vm_id}-") == 3
 
 
-async def test_disks_keep_their_order(harness: QemuHarness) -> None:
+async def test_disks_keep_their_order_and_the_kernel_may_be_in_a_closed_directory(harness: QemuHarness) -> None:
+    closed = harness.directory / "closed"
+    closed.mkdir(mode=0o700)
+    source = replace(harness.source, kernel=closed / "kernel")
+    shutil.copy(harness.source.kernel, source.kernel)
     spec = await harness.fresh_spec()
     disks = [*spec.disks, (await harness.fresh_spec()).disks[0], (await harness.fresh_spec()).disks[0]]
     for number, disk in enumerate(disks):
         with disk.open("r+b") as file:
             file.write((100 + number).to_bytes(8, "little"))
     spec = replace(spec, disks=disks)
-    vm = await harness.driver.boot(spec, harness.source)
+    vm = await harness.driver.boot(spec, source)
     try:
         answers = [await harness.ask(spec, f"read {number}", timeout_s=120) for number in range(3)]
         assert answers == ["100", "101", "102"]

@@ -37,7 +37,7 @@ class PlainHarness:
     uid: int
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._numbers = itertools.count(1)
 
     async def fresh_spec(self) -> VmSpec:
@@ -64,16 +64,16 @@ class PlainHarness:
         raise NotImplementedError
 
     def _disk(self) -> Path:
-        disk = self._directory / f"disk-{next(self._numbers)}"
+        disk = self.directory / f"disk-{next(self._numbers)}"
         create_image(disk, _DISK_BYTES, self.uid)
         return disk
 
     def _spec(self, attachment: NetworkAttachment, disk: Path) -> VmSpec:
         name = f"vm{next(self._numbers)}"
-        workdir = self._directory / name
+        workdir = self.directory / name
         workdir.mkdir(mode=0o700)
         os.chown(workdir, self.uid, self.uid)
-        memory = self._directory / f"{name}-memory"
+        memory = self.directory / f"{name}-memory"
         create_image(memory, self.memory_mib * _MIB, self.uid)
         return VmSpec(
             vm_id=name,
@@ -88,7 +88,7 @@ class PlainHarness:
 
     def _files(self) -> list[str]:
         """What drivers have left in working directories."""
-        return [str(file) for workdir in self._directory.glob("vm*/") for file in workdir.iterdir()]
+        return [str(file) for workdir in self.directory.glob("vm*/") for file in workdir.iterdir()]
 
 
 class FakeHarness(PlainHarness):
@@ -135,7 +135,7 @@ class FakeHarness(PlainHarness):
         return [*_descriptors(), *(str(pid) for pid in self.host.processes), *self._files()]
 
     def _network(self) -> NetworkAttachment:
-        return NetworkAttachment(self._directory / f"netns-{next(self._numbers)}", "tap0", "02:00:00:00:00:01")
+        return NetworkAttachment(self.directory / f"netns-{next(self._numbers)}", "tap0", "02:00:00:00:00:01")
 
 
 class QemuBench:

@@ -47,7 +47,7 @@ def test_boot_and_restore_have_the_same_devices() -> None:
     boot, restore = arguments(PLATFORM, "n", SPEC, SOURCE), arguments(PLATFORM, "n", SPEC, None)
     for option in ("-M", "-cpu", "-smp", "-m", "-object", "-device", "-blockdev", "-netdev", "-chardev"):
         assert values(boot, option) == values(restore, option)
-    assert values(boot, "-kernel") == ["/kernel"]
+    assert values(boot, "-kernel") == ["/proc/self/fd/6"]
     assert values(restore, "-kernel") == []
     assert values(restore, "-incoming") == ["fd:5"]
     assert "-S" in boot

@@ -94,12 +94,15 @@ async def test_descriptors_may_take_each_others_places(tmp_path: Path) -> None:
 
 async def test_found_by_name() -> None:
     name = f"aenv-test-{os.getpid()}"
-    reader, writer = os.pipe()
-    pid = spawn(["sh", "-c", "read line", "-name", f"{name}-1"], {0: reader})
+    answers, answer = os.pipe()
+    questions, question = os.pipe()
+    # It says when it runs: just after a spawn the kernel has no command line to show yet.
+    pid = spawn(["sh", "-c", "echo; read line", "-name", f"{name}-1"], {0: questions, 1: answer})
     try:
+        os.read(answers, 1)
         assert processes_named(name) == [(pid, f"{name}-1")]
         assert processes_named(f"{name}-2") == []
     finally:
-        os.close(writer)
-        os.close(reader)
+        for descriptor in (question, questions, answer, answers):
+            os.close(descriptor)
         await asyncio.to_thread(os.waitpid, pid, 0)

@@ -15,6 +15,8 @@ from aenv.vmm.contract import BootSource, VmSpec
 MONITOR_FD = 3
 QUEUE_FD = 4
 STATE_FD = 5
+KERNEL_FD = 6
+INITRAMFS_FD = 7
 
 CONSOLE_BYTES = 65536
 _MIB = 1 << 20
@@ -117,7 +119,8 @@ def arguments(platform: Platform, name: str, spec: VmSpec, source: BootSource | 
         command += ["-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0"]
         command += ["-global", "migration.x-events=on", "-incoming", f"fd:{STATE_FD}"]
     else:
-        command += ["-kernel", str(source.kernel), "-initrd", str(source.initramfs)]
+        # By descriptor: the directories they are in may be closed to the VM's user.
+        command += ["-kernel", f"/proc/self/fd/{KERNEL_FD}", "-initrd", f"/proc/self/fd/{INITRAMFS_FD}"]
         command += ["-append", f"{platform.guest_arguments} {source.command_line}".strip()]
     return command
 

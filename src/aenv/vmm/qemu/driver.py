@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -68,10 +68,17 @@ class QemuDriver:
         come up.
         """
         manifest = self._manifest(spec, source.key)
-        try:
-            machine, record = await self._launch(spec, manifest, source, None)
-        except OperationFailed:
-            machine, record = await self._launch(spec, manifest, source, None)
+        with contextlib.ExitStack() as files:
+            try:
+                kernel = files.enter_context(source.kernel.open("rb")).fileno()
+                initramfs = files.enter_context(source.initramfs.open("rb")).fileno()
+            except OSError as error:
+                raise OperationFailed(f"no kernel or initramfs to boot {spec.vm_id}: {error}") from error
+            inputs = {command.KERNEL_FD: kernel, command.INITRAMFS_FD: initramfs}
+            try:
+                machine, record = await self._launch(spec, manifest, inputs, source)
+            except OperationFailed:
+                machine, record = await self._launch(spec, manifest, inputs, source)
         return await _started(QemuVm(machine, record, running=False))
 
     async def restore(self, spec: VmSpec, state: bytes, manifest: Manifest, *, run: bool = True) -> QemuVm:
@@ -86,7 +93,7 @@ class QemuDriver:
             send_state(writer, state)
             os.close(writer)
             writer = -1
-            machine, record = await self._launch(spec, ours, None, reader)
+            machine, record = await self._launch(spec, ours, {command.STATE_FD: reader})
         finally:
             os.close(reader)
             if writer >= 0:
@@ -109,7 +116,7 @@ class QemuDriver:
         _require_equal(theirs, manifest, ("vcpus", "memory_mib", "disks"))
         reader, writer = state_pipe()
         try:
-            machine, record = await self._launch(spec, manifest, None, reader)
+            machine, record = await self._launch(spec, manifest, {command.STATE_FD: reader})
         except BaseException:
             os.close(writer)
             raise
@@ -165,7 +172,7 @@ class QemuDriver:
         return ended
 
     async def _launch(
-        self, spec: VmSpec, manifest: Manifest, source: BootSource | None, state: int | None
+        self, spec: VmSpec, manifest: Manifest, inputs: Mapping[int, int], source: BootSource | None = None
     ) -> tuple[Machine, VmRecord]:
         place = Place.new(spec.workdir)
         memory = await asyncio.to_thread(_stat_memory, spec)
@@ -174,7 +181,7 @@ class QemuDriver:
         arguments = command.confined(arguments, confinement.uid, confinement.gid, self.host.groups)
         limits = Limits(confinement.memory_mib + command.OVERHEAD_MIB, confinement.pids, spec.vcpus)
         group = self._groups.create(self._group_name(spec.vm_id, place), limits)
-        machine = await Machine.launch(spec, place, arguments, group, state)
+        machine = await Machine.launch(spec, place, arguments, group, inputs)
         record = VmRecord(
             vm_id=spec.vm_id,
             pid=machine.process.pid,

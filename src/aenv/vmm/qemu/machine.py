@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,7 +97,7 @@ class Machine:
 
     @classmethod
     async def launch(
-        cls, spec: VmSpec, place: Place, arguments: list[str], group: ControlGroup, state: int | None
+        cls, spec: VmSpec, place: Place, arguments: list[str], group: ControlGroup, inputs: Mapping[int, int]
     ) -> Machine:
         """Start QEMU in the namespace of `spec.network`, with a detached queue of its tap. Returns once the
         monitor answers.
@@ -105,7 +105,7 @@ class Machine:
         Args:
             arguments: the whole command, which expects the descriptors of command.py.
             group: is the machine's from here on, also when this fails.
-            state: descriptor to read an incoming state from; stays the caller's.
+            inputs: {number in QEMU: ours} of the descriptors the command reads from; ours stay the caller's.
 
         Raises: OperationFailed, or CorruptData when it has found the state to be none; nothing is left.
         """
@@ -118,7 +118,7 @@ class Machine:
                     log, log_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
                     undo.callback(os.close, log)
                     try:
-                        pid = _spawn(spec, arguments, listener.fileno(), log_writer, state)
+                        pid = _spawn(spec, arguments, listener.fileno(), log_writer, inputs)
                     finally:
                         os.close(log_writer)
                     process = Process.of_child(pid)
@@ -263,14 +263,12 @@ class Machine:
             raise OperationFailed(f"process {self.process.pid} of {self.vm_id} does not end after SIGKILL") from error
 
 
-def _spawn(spec: VmSpec, arguments: list[str], listener: int, log: int, state: int | None) -> int:
+def _spawn(spec: VmSpec, arguments: list[str], listener: int, log: int, inputs: Mapping[int, int]) -> int:
     def start() -> int:
         queue = tap.open_queue(spec.network.tap)
         try:
-            descriptors = {1: log, 2: log, command.MONITOR_FD: listener, command.QUEUE_FD: queue}
-            if state is not None:
-                descriptors[command.STATE_FD] = state
-            return spawn(arguments, descriptors)
+            own = {1: log, 2: log, command.MONITOR_FD: listener, command.QUEUE_FD: queue}
+            return spawn(arguments, {**own, **inputs})
         finally:
             os.close(queue)
 
