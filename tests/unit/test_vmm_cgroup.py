@@ -1,5 +1,6 @@
 """Control groups of either version; what the host lacks is said, not fatal."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,13 @@ def test_an_out_of_memory_kill_is_seen(tmp_path: Path, version_2: Path) -> None:
     assert not group.ran_out_of_memory
     events.write_text("oom 1\noom_kill 1\noom_group_kill 1\n")
     assert group.ran_out_of_memory
+
+
+def test_background(tmp_path: Path, version_2: Path) -> None:
+    groups = ControlGroups("ab12", mountinfo(tmp_path, (version_2, "cgroup2", "rw")))
+    group = groups.create("vm", replace(LIMITS, background=True))
+    weight = version_2 / "aenv-ab12/vm/cpu.weight"
+    assert weight.read_text() == "20"
+    group.promote(LIMITS.vcpus)
+    assert weight.read_text() == "200"
+    assert not (weight.parent / "cpu.shares").exists()

@@ -18,6 +18,7 @@ from aenv.ids import SandboxId, new_snapshot_id
 from aenv.lifecycle.events import Action, Outcome, Request
 from aenv.lifecycle.states import TERMINAL, State, public_state
 from aenv.lifecycle.table import Step
+from aenv.node import warm_pool
 from aenv.node.durability import make_durable
 from aenv.node.front_door import Route
 from aenv.node.identity import init_request
@@ -175,7 +176,8 @@ class Actions:
             return None
         try:
             services.machines.assign(machine, record.id)
-            await services.machines.set_policy(machine, record.policy)
+            if record.policy != warm_pool.POLICY:
+                await services.machines.set_policy(machine, record.policy)
             await machine.vm.resume()
         except BaseException as error:
             await services.machines.release(machine)

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,16 @@ class Machines:
         *,
         owner: str,
         policy: NetworkPolicy,
+        background: bool = False,
     ) -> Machine:
-        """A machine that goes on from a captured state, its user processes still frozen. Raises: any AenvError;
-        nothing is left then.
+        """A machine that goes on from a captured state, its user processes still frozen; one for the background yields
+        to others until it is assigned. Raises: any AenvError; nothing is left then.
         """
         self.driver.check(manifest)
 
         async def start(spec: VmSpec) -> Vm:
-            return await self.driver.restore(spec, state, manifest)
+            confinement = replace(spec.confinement, background=background)
+            return await self.driver.restore(replace(spec, confinement=confinement), state, manifest)
 
         return await self._start(shape, disk_layers, memory_layers, start, owner=owner, policy=policy)
 
@@ -120,6 +123,7 @@ class Machines:
     def assign(self, machine: Machine, owner: str) -> None:
         """Hand a machine (of the warm pool) to another owner."""
         machine.owner = owner
+        machine.vm.promote()
         self._ledger.record("vm", machine.id, owner=owner)
         for image in (machine.disk_image, memory_image(machine.id)):
             self._ledger.record("image", image, owner=owner)

@@ -82,6 +82,9 @@ class FakeVm:
         self._host.kill(self._record.pid)
         self._file("diff").unlink(missing_ok=True)
 
+    def promote(self) -> None:
+        pass  # it takes no CPU time that others could want
+
     async def detach(self) -> None:
         pass  # nothing is held outside the host
 

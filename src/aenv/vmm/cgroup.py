@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CONTROLLERS = ("memory", "pids", "cpu")
+_CPU_WEIGHT, _CPU_SHARES = "cpu.weight", "cpu.shares"
 _MIB = 1 << 20
 
 
@@ -24,6 +25,8 @@ class Limits:
     pids: int
     vcpus: int
     """Share of the CPU under contention is proportional to it; idle CPU is free to all."""
+    background: bool = False
+    """A tenth of that share, until `ControlGroup.promote`."""
 
 
 class ControlGroups:
@@ -77,6 +80,13 @@ class ControlGroup:
         for directory in self.directories:
             _write(directory / "cgroup.procs", str(pid))
 
+    def promote(self, vcpus: int) -> None:
+        """Give a group made for the background the share of `vcpus`."""
+        for directory in self.directories:
+            for file, weight in _weights(vcpus).items():
+                if (directory / file).exists():
+                    _write(directory / file, str(weight))
+
     @property
     def ran_out_of_memory(self) -> bool:
         """Whether the kernel has killed a process of the group because of its memory limit."""
@@ -106,16 +116,21 @@ def _enable(directory: Path, controllers: Sequence[str], version: int) -> bool:
     return True
 
 
+def _weights(vcpus: int) -> dict[str, int]:
+    """What a group of so many vCPUs weighs, by the file of either version: as much as so many ordinary processes."""
+    return {_CPU_WEIGHT: min(100 * vcpus, 10_000), _CPU_SHARES: 1024 * vcpus}
+
+
 def _settings(controller: str, limits: Limits, version: int) -> list[tuple[str, str]]:
     match controller, version:
         case "memory", 2:
             return [("memory.max", str(limits.memory_mib * _MIB)), ("memory.oom.group", "1")]
         case "memory", _:
             return [("memory.limit_in_bytes", str(limits.memory_mib * _MIB))]
-        case "cpu", 2:
-            return [("cpu.weight", str(min(100 * limits.vcpus, 10_000)))]
         case "cpu", _:
-            return [("cpu.shares", str(1024 * limits.vcpus))]
+            file = _CPU_WEIGHT if version == 2 else _CPU_SHARES
+            weight = _weights(limits.vcpus)[file]
+            return [(file, str(weight // 10 if limits.background else weight))]
         case _:
             return [("pids.max", str(limits.pids))]
 

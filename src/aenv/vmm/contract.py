@@ -79,6 +79,8 @@ class Confinement:
     memory_mib: int
     """Guest memory its control group may hold; the driver adds what its VMM needs besides."""
     pids: int = 64
+    background: bool = False
+    """Get a fraction of the CPU time other VMs get, until `Vm.promote`."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,9 @@ class Vm(Protocol):
         """Go on in place. Idempotent. With SUCCESSION: the rollback of a capture, or the start of a VM
         restored stopped.
         """
+
+    def promote(self) -> None:
+        """A VM started in the background is as good as any other from now on. Idempotent, never raises."""
 
     async def stop(self) -> None:
         """End the process at once and release all that the driver holds for it. Idempotent, never raises

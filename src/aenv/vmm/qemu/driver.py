@@ -179,7 +179,8 @@ class QemuDriver:
         arguments = command.arguments(self.host.platform, self._prefix + spec.vm_id, spec, source)
         confinement = spec.confinement
         arguments = command.confined(arguments, confinement.uid, confinement.gid, self.host.groups)
-        limits = Limits(confinement.memory_mib + command.OVERHEAD_MIB, confinement.pids, spec.vcpus)
+        memory_mib = confinement.memory_mib + command.OVERHEAD_MIB
+        limits = Limits(memory_mib, confinement.pids, spec.vcpus, confinement.background)
         group = self._groups.create(self._group_name(spec.vm_id, place), limits)
         machine = await Machine.launch(spec, place, arguments, group, inputs)
         record = VmRecord(

@@ -205,6 +205,10 @@ class Machine:
         except OSError as error:
             raise SandboxLost(f"the VM of {self.vm_id} is gone: {error}; {self.log_tail()}") from error
 
+    def promote(self, vcpus: int) -> None:
+        """Out of the background."""
+        self._group.promote(vcpus)
+
     def obituary(self) -> str:
         """How the process ended as far as is known, with the tail of its log."""
         cause = (

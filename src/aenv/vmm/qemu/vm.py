@@ -66,6 +66,9 @@ class QemuVm:
         self._running = True
         self._state = None
 
+    def promote(self) -> None:
+        self._machine.promote(self._record.manifest["vcpus"])
+
     async def stop(self) -> None:
         await self._machine.end()
 
