@@ -1,5 +1,6 @@
 //! The public port: accepts clients, bounds their number, serves each on its own task.
 
+use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -103,7 +104,7 @@ async fn serve(
     let io = TokioIo::new(ClientIo::new(stream, Arc::clone(&state), permit));
     let service = service_fn(|request| {
         let (proxy, state) = (Arc::clone(&proxy), Arc::clone(&state));
-        async move { proxy.serve(peer, &state, request).await }
+        async move { Ok::<_, Infallible>(proxy.serve(peer, &state, request).await) }
     });
     let builder = protocol();
     let mut connection = pin!(builder.serve_connection_with_upgrades(io, service));

@@ -29,18 +29,6 @@ use crate::{log, tunnel};
 const UNWANTED_BYTES: usize = 256 * 1024;
 const UNWANTED_TIME: Duration = Duration::from_secs(1);
 
-/// The exchange ends without an answer, and the connection (HTTP/2: the stream) with a reset.
-#[derive(Debug)]
-pub struct Cut;
-
-impl std::fmt::Display for Cut {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("cut")
-    }
-}
-
-impl std::error::Error for Cut {}
-
 pub struct Proxy {
     routes: Arc<RouteTable>,
     control: Upstream,
@@ -76,7 +64,7 @@ impl Proxy {
         peer: SocketAddr,
         state: &Arc<ClientState>,
         mut request: Request<Incoming>,
-    ) -> Result<Answer, Cut> {
+    ) -> Answer {
         let shared = request.version() == Version::HTTP_2;
         let cut = if shared {
             state.cut.child_token()
@@ -96,14 +84,14 @@ impl Proxy {
             shared,
             upgrade,
         };
-        let answer = self.answer(client, head, body).await?;
+        let answer = self.answer(client, head, body).await;
         if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
             state.set_free();
         }
-        Ok(answer.map(|body| body.keep(busy)))
+        answer.map(|body| body.keep(busy))
     }
 
-    async fn answer(&self, client: Client, head: Parts, body: Incoming) -> Result<Answer, Cut> {
+    async fn answer(&self, client: Client, head: Parts, body: Incoming) -> Answer {
         let decided = headers::check_framing(&head).and_then(|()| {
             let host = headers::host(&head)?;
             Ok((
@@ -115,17 +103,17 @@ impl Proxy {
             Ok(decided) => decided,
             Err(malformed) => {
                 METRICS.refused.add();
-                return Ok(instead(answers::refusal(400, malformed.0), &head, body).await);
+                return instead(answers::refusal(400, malformed.0), &head, body).await;
             }
         };
         if head.method == Method::CONNECT {
             METRICS.refused.add();
-            return Ok(instead(
+            return instead(
                 answers::refusal(405, "CONNECT is not served here"),
                 &head,
                 body,
             )
-            .await);
+            .await;
         }
         match destination {
             Destination::ControlPlane => self.to_control_plane(client, head, body, host).await,
@@ -156,7 +144,7 @@ impl Proxy {
         mut head: Parts,
         body: Incoming,
         host: Option<String>,
-    ) -> Result<Answer, Cut> {
+    ) -> Answer {
         METRICS.to_control.add();
         let unavailable = |cause: &dyn std::fmt::Display, retry: bool| {
             METRICS.control_down.add();
@@ -169,7 +157,7 @@ impl Proxy {
         let lease = match self.control.connection(is_repeatable(&head, &body)).await {
             Ok(lease) => lease,
             Err(failure) => {
-                return Ok(instead(unavailable(&cause(&failure), true), &head, body).await);
+                return instead(unavailable(&cause(&failure), true), &head, body).await;
             }
         };
         let repeatable = head.method.is_idempotent();
@@ -180,10 +168,10 @@ impl Proxy {
             client.peer.ip(),
         );
         match self.control.send(lease, head, body).await {
-            Ok((response, lease)) => Ok(passed_on(client, response, lease, None)),
+            Ok((response, lease)) => passed_on(client, response, lease, None),
             // It may have acted on the request; only the client knows whether twice is harmless.
-            Err(failure @ Failure::Lost(_)) => Ok(unavailable(&cause(&failure), repeatable)),
-            Err(failure) => Ok(unavailable(&cause(&failure), true)),
+            Err(failure @ Failure::Lost(_)) => unavailable(&cause(&failure), repeatable),
+            Err(failure) => unavailable(&cause(&failure), true),
         }
     }
 
@@ -194,7 +182,7 @@ impl Proxy {
         body: Incoming,
         host: Option<String>,
         target: Target,
-    ) -> Result<Answer, Cut> {
+    ) -> Answer {
         METRICS.to_sandboxes.add();
         let Target {
             id,
@@ -205,7 +193,7 @@ impl Proxy {
         let Some((route, upstream)) =
             route.and_then(|route| Some((Arc::clone(&route), route.upstream(port)?)))
         else {
-            return Ok(instead(not_found(&id), &head, body).await);
+            return instead(not_found(&id), &head, body).await;
         };
         if let Err(refusal) = guard::check(
             &route.spec,
@@ -215,20 +203,22 @@ impl Proxy {
             &head.headers,
         ) {
             METRICS.refused.add();
-            return Ok(instead(refused(&refusal), &head, body).await);
+            return instead(refused(&refusal), &head, body).await;
         }
         let connected = upstream.connection(is_repeatable(&head, &body)).await;
+        // Until there is something of an answer to break off, the end of the route has an answer of its own.
+        let ended = CancellationToken::new();
         let attached = match connected {
             Ok(lease) => route
-                .attach(client.cut.clone())
-                .map(|attachment| (lease, attachment))
+                .attach(ended.clone())
+                .map(|waiting| (lease, waiting))
                 .ok_or(Failure::RouteEnded),
             Err(failure) => Err(failure),
         };
-        let (lease, attachment) = match attached {
+        let (lease, _waiting) = match attached {
             Ok(attached) => attached,
             Err(failure) => {
-                return Ok(instead(not_connected(&failure, &route, &id, port), &head, body).await);
+                return instead(not_connected(&failure, &route, &id, port), &head, body).await;
             }
         };
         let envd = port == route.spec.envd_port;
@@ -238,31 +228,26 @@ impl Proxy {
             host.as_deref(),
             client.peer.ip(),
         );
-        let cut = client.cut.clone();
         let sent = tokio::select! {
             biased;
-            () = cut.cancelled() => Err(Cut),
-            sent = upstream.send(lease, head, body) => Ok(sent),
+            () = ended.cancelled() => Err(Failure::RouteEnded),
+            sent = upstream.send(lease, head, body) => sent,
         };
         match sent {
-            Ok(Ok((response, lease))) => Ok(passed_on(client, response, lease, Some(attachment))),
-            Ok(Err(failure @ Failure::Lost(_))) if !route.has_ended() => {
+            Ok((response, lease)) => match route.attach(client.cut.clone()) {
+                Some(attachment) => passed_on(client, response, lease, Some(attachment)),
+                None => not_found(&id),
+            },
+            Err(failure @ Failure::Lost(_)) if !route.has_ended() => {
                 METRICS.broken.add();
                 log::line(&format!(
                     "sandbox {id} generation {} port {port}: {}",
                     route.spec.generation,
                     cause(&failure)
                 ));
-                Ok(answers::sandbox_did_not_answer(&id, port))
+                answers::sandbox_did_not_answer(&id, port)
             }
-            Ok(Err(failure @ Failure::Connect(_))) if !route.has_ended() => {
-                Ok(not_connected(&failure, &route, &id, port))
-            }
-            _ => {
-                METRICS.cut.add();
-                cut.cancel();
-                Err(Cut)
-            }
+            Err(failure) => not_connected(&failure, &route, &id, port),
         }
     }
 }
@@ -319,6 +304,7 @@ fn not_connected(failure: &Failure, route: &Route, id: &str, port: u16) -> Answe
         ConnectionRefused, ConnectionReset, HostUnreachable, NetworkUnreachable, TimedOut,
     };
     match failure {
+        Failure::RouteEnded => not_found(id),
         _ if route.has_ended() => not_found(id),
         Failure::Connect(error)
             if !matches!(
