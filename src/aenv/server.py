@@ -38,6 +38,7 @@ from aenv.node.manager import SandboxManager
 from aenv.node.paths import NodePaths
 from aenv.node.services import Services
 from aenv.node.tokens import Tokens
+from aenv.node.warm_pool import OWNER as WARM_POOL
 from aenv.node.warm_pool import WarmPool
 from aenv.settings import Settings
 from aenv.snapshots import store as snapshot_tables
@@ -94,10 +95,14 @@ async def _start(
     )
     stack.push_async_callback(database.close)
 
+    def left_running() -> bool:
+        """Sandboxes that are to run on, could not be paused, or were there when the start failed need blockd and edge."""
+        return keep_running() or any(entry.owner != WARM_POOL for entry in ledger.entries("vm"))
+
     storage = await ensure_blockd(settings, ledger)
 
     async def end_storage() -> None:
-        if not keep_running():
+        if not left_running():
             await stop_blockd(settings, ledger)
 
     stack.push_async_callback(end_storage)
@@ -123,12 +128,11 @@ async def _start(
     capturer = Capturer(machines, clock)
     warm_pool = WarmPool(machines, snapshots, tasks, settings.warm_pool_size)
     stack.push_async_callback(warm_pool.close)
-    stack.push_async_callback(tasks.close)
 
     front_door = await ensure_edge(settings, ledger)
 
     async def end_front_door() -> None:
-        await (front_door.close() if keep_running() else front_door.stop())
+        await (front_door.close() if left_running() else front_door.stop())
 
     stack.push_async_callback(end_front_door)
     manager: SandboxManager
@@ -157,6 +161,8 @@ async def _start(
         dns_servers=list(slots.dns_servers),
     )
     manager = SandboxManager(services)
+    stack.push_async_callback(manager.let_go)
+    stack.push_async_callback(tasks.close)
     for problem in await snapshots.load():
         log.error("left as it is", error=str(problem))
     await manager.recover()
