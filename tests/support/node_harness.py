@@ -11,9 +11,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from aenv.aiokit import Bounded, TaskSet
 from aenv.database import Database
@@ -76,6 +78,8 @@ class Gate:
         self.die_at: int | None = None
         self.die_after = False
         self.dead = False
+        self.in_flight = 0
+        """What a server had begun when it died may still take effect: wait for it."""
         self._buried = False
 
     def begin(self) -> None:
@@ -96,7 +100,11 @@ class Gate:
         if error := self.fail.pop(name, None):
             raise error
         await self._die(number, after=False)
-        result = await work()
+        self.in_flight += 1
+        try:
+            result = await work()
+        finally:
+            self.in_flight -= 1
         await self._live()
         await self._die(number, after=True)
         if error := self.fail_after.pop(name, None):
@@ -116,7 +124,7 @@ class Gate:
             try:
                 await asyncio.Event().wait()
             finally:
-                raise Died  # noqa: B012 (a dead process does not clean up)
+                raise Died
 
 
 class Gated:
@@ -177,6 +185,7 @@ class World:
         self.storage: BlockdClient
         self.boot_id = "boot-1"
         self.servers: list[Server] = []
+        self.logs: list[dict[str, Any]] = []
         image = directory / "base.ext4"
         image.write_bytes(os.urandom(4096) + bytes(60 << 10))
         self.assets = Assets("x86_64", image, image, "boot", "6.12", "0.1.0", image, image.stat().st_size, "base")
@@ -288,6 +297,7 @@ class Server:
         )
         self.base: SnapshotRecord | None = None
         self.problems: list[AenvError] = []
+        self._abandoned: list[asyncio.Task[Any]] = []
 
     async def begin(self) -> None:
         self.problems = list(await self.snapshots.load())
@@ -304,9 +314,16 @@ class Server:
         await self.warm_pool.close()
         await self._database.close()
 
+    def abandon(self, task: asyncio.Task[Any]) -> None:
+        """A caller of a server that died: it ends with it."""
+        self._abandoned.append(task)
+
     async def bury(self) -> None:
         """Let what is left of it end without effect."""
         self.gate.bury()
+        for task in self._abandoned:
+            task.cancel()
+        await asyncio.gather(*self._abandoned, return_exceptions=True)
         with contextlib.suppress(Died):
             await self.tasks.close()
         with contextlib.suppress(Exception):
@@ -417,14 +434,32 @@ async def open_database(path: Path) -> Database:
     return await Database.open(path, {"snapshots": snapshot_tables.MIGRATIONS, "sandboxes": sandbox_tables.MIGRATIONS})
 
 
+@contextlib.contextmanager
+def collected_logs() -> Iterator[list[dict[str, Any]]]:
+    """What is logged meanwhile; printed too, briefly."""
+    entries: list[dict[str, Any]] = []
+
+    def collect(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+        entries.append({**event, "log_level": method})
+        return {**event, "log_level": method}
+
+    before = structlog.get_config()
+    structlog.configure(processors=[collect, structlog.processors.format_exc_info, structlog.dev.ConsoleRenderer()])
+    try:
+        yield entries
+    finally:
+        structlog.configure(**before)
+
+
 @contextlib.asynccontextmanager
 async def open_world(kind: CaptureKind, *, home: Path | None = None, **settings: Any) -> AsyncIterator[World]:
     directory = Path(tempfile.mkdtemp(prefix="aenv-n-", dir="/tmp"))
     directory.chmod(0o755)
     world = World(directory, kind, home, **settings)
-    try:
-        await world.start_blockd()
-        yield world
-    finally:
-        await world.close()
-        shutil.rmtree(directory, ignore_errors=True)
+    with collected_logs() as world.logs:
+        try:
+            await world.start_blockd()
+            yield world
+        finally:
+            await world.close()
+            shutil.rmtree(directory, ignore_errors=True)

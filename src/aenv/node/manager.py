@@ -18,7 +18,6 @@ from aenv.lifecycle.states import State
 from aenv.lifecycle.table import BEGIN, Step
 from aenv.node.durability import make_durable, not_durable
 from aenv.node.front_door import Route
-from aenv.node.machine import Machine
 from aenv.node.record import SandboxRecord
 from aenv.node.sandbox import Sandbox
 from aenv.node.services import Services
@@ -257,7 +256,8 @@ class SandboxManager:
     async def recover(self) -> None:
         """Take over what an earlier server process left: adopt, clean, go on. Call it once, before anything else."""
         services = self._services
-        found: list[tuple[SandboxRecord, Machine | None]] = []
+        records: list[SandboxRecord] = []
+        steps: list[tuple[Step, Ticket]] = []
         rows = await services.database.read("SELECT id, record FROM sandboxes")
         for row in rows:
             try:
@@ -265,18 +265,20 @@ class SandboxManager:
             except (CorruptData, ValueError) as error:
                 log.error("sandbox record cannot be read; left as it is", sandbox=row["id"], error=str(error))
                 continue
-            found.append((record, await self._adopt(record)))
-        machines = [machine for _, machine in found if machine is not None]
-        freed = await services.machines.sweep(machines)
+            records.append(record)
+            steps.append(await self._take_over(record))
+        # Routes to what is about to be freed go first.
+        await services.front_door.sync(self._routes())
+        freed = await services.machines.sweep([s.machine for s in self._sandboxes.values() if s.machine is not None])
         if freed:
             log.info("swept what an earlier run left", things=freed)
-        await self._sweep_pauses({row["id"] for row in rows}, [record for record, _ in found])
+        await self._sweep_pauses({row["id"] for row in rows}, records)
         for snapshot in not_durable(services):
             services.tasks.spawn(make_durable(services, snapshot), name=f"sync-{snapshot.id}")
-        for record, machine in found:
-            self._resume_work(record, machine)
-        await asyncio.gather(*(sandbox.at_rest() for sandbox in list(self._sandboxes.values())))
-        await services.front_door.sync(self._routes())
+        sandboxes = list(self._sandboxes.values())
+        for sandbox, (step, ticket) in zip(sandboxes, steps, strict=True):
+            services.tasks.spawn(sandbox.run(step, ticket), name=f"sandbox-{sandbox.id}")
+        await asyncio.gather(*(sandbox.at_rest() for sandbox in sandboxes))
         if services.snapshots.all_readable:
             services.layers.sweep()
         else:
@@ -291,28 +293,21 @@ class SandboxManager:
             if pause.id not in named and (source in readable or source not in sandboxes):
                 await self._services.snapshots.delete(pause.id)
 
-    async def _adopt(self, record: SandboxRecord) -> Machine | None:
-        if record.machine is None or record.lifecycle.state is not State.RUNNING:
-            return None
-        try:
-            return await self._services.machines.adopt(record.id, record.machine)
-        except SandboxLost as error:
-            log.warning("sandbox lost", sandbox=record.id, reason=error.message)
-            return None
-
-    def _resume_work(self, record: SandboxRecord, machine: Machine | None) -> None:
+    async def _take_over(self, record: SandboxRecord) -> tuple[Step, Ticket]:
+        """Adopt the sandbox and its machine, if there is one. Returns its first step."""
         services = self._services
-        committed = record.paused_as is not None and services.snapshots.exists(record.paused_as)
         sandbox = Sandbox(record, services, on_gone=self._gone)
         self._sandboxes[sandbox.id] = sandbox
-        if machine is not None:
-            sandbox.adopted(machine)
-        step = recover(record.lifecycle.state, vm_alive=machine is not None, capture_committed=committed)
-        ticket = Ticket(
-            Request.CONNECT,
-            error=None if machine or committed else SandboxLost("lost at a restart of the node"),
-        )
-        services.tasks.spawn(sandbox.run(step, ticket), name=f"sandbox-{sandbox.id}")
+        lost = SandboxLost(f"sandbox {record.id} was lost while the node was down")
+        if record.machine is not None and record.lifecycle.state is State.RUNNING:
+            try:
+                sandbox.adopted(await services.machines.adopt(record.id, record.machine))
+            except SandboxLost as error:
+                log.warning("sandbox lost", sandbox=record.id, reason=error.message)
+                lost = error
+        committed = record.paused_as is not None and services.snapshots.exists(record.paused_as)
+        step = recover(record.lifecycle.state, vm_alive=sandbox.machine is not None, capture_committed=committed)
+        return step, Ticket(Request.CONNECT, error=lost if step.next is State.FAILED else None)
 
     def _routes(self) -> dict[SandboxId, Route]:
         return {s.id: route for s in self._sandboxes.values() if (route := s.route) is not None}
@@ -328,6 +323,12 @@ class SandboxManager:
             await asyncio.gather(*(self._pause_to_stop(sandbox, places) for sandbox in sandboxes))
         await asyncio.gather(*(sandbox.at_rest() for sandbox in sandboxes))
         await asyncio.gather(*(make_durable(self._services, snapshot) for snapshot in not_durable(self._services)))
+
+    async def let_go(self) -> None:
+        """After `stop` and the end of all tasks: leave the VMs that still run to the next server."""
+        for sandbox in self._sandboxes.values():
+            if sandbox.machine is not None:
+                await sandbox.machine.vm.detach()
 
     async def _pause_to_stop(self, sandbox: Sandbox, places: asyncio.Semaphore) -> None:
         for _ in range(_STOP_ATTEMPTS):

@@ -65,6 +65,10 @@ class Sandbox:
     def route(self) -> Route | None:
         return self._actions.route
 
+    @property
+    def machine(self) -> Machine | None:
+        return self._actions.machine
+
     def adopted(self, machine: Machine) -> None:
         """At a restart, before `run`: the machine that was found running."""
         self._actions.adopted(machine)
