@@ -103,6 +103,118 @@ async def test_a_server_may_die_at_any_call(world: World, name: str) -> None:
             await dead.bury()
 
 
+@pytest.mark.parametrize("name", ["create", "pause", "resume", "snapshot", "fork", "kill"])
+async def test_a_server_may_die_while_it_recovers(world: World, name: str) -> None:
+    gate = Gate()
+    server = await world.server(gate)
+    await server.end()
+    scene = await Scene.of(server)
+    gate.begin()
+    gate.die_at, gate.die_after = {"create": 5, "kill": 2}.get(name, 4), True
+    done, answer = await until_death(server, OPERATIONS[name](server, scene))
+    assert gate.dead
+    for number in range(200):
+        gate = Gate()
+        gate.die_at, gate.die_after = number // 2, bool(number % 2)
+        server = await world.open(gate)
+        await until_death(server, server.begin())
+        if not gate.dead:
+            break
+    assert not gate.dead
+    gate.die_at = None
+    await server.check()
+    await what_was_promised_is_so(server, scene, name, done=done, answer=answer)
+    await server.end()
+
+
+async def test_only_what_is_on_stable_storage_survives_the_host(world: World) -> None:
+    gate = Gate()
+    server = await world.server(gate)
+    scene = await Scene.of(server)
+    unsynced = await server.create()
+    snapshot = await server.manager.snapshot(unsynced.id, "unsynced-snapshot")
+    gate.hold["storage.sync_layers"] = asyncio.Event()
+    await server.manager.pause(unsynced.id)
+    await gate.reached.wait()
+    gate.dead = True
+    await world.reboot()
+    server = await world.server()
+    states = {view.id: view.state for view in server.manager.sandboxes()}
+    assert states == {scene.paused.id: PublicState.PAUSED, unsynced.id: PublicState.PAUSED}
+    with pytest.raises(NotFound, match="lost"):
+        server.manager.get(scene.running.id)
+    view, _ = await server.manager.connect(scene.paused.id, None)
+    assert await content(world, view, server) == scene.contents[view.id]
+    with pytest.raises(CorruptData, match="stable storage"):
+        await server.manager.connect(unsynced.id, None)
+    await server.manager.kill(unsynced.id)
+    await server.create(snapshot.id)
+    await server.end()
+
+
+async def test_what_was_not_synced_is_after_a_crash_of_the_server(world: World) -> None:
+    gate = Gate()
+    server = await world.server(gate)
+    scene = await Scene.of(server)
+    gate.hold["storage.sync_layers"] = asyncio.Event()
+    await server.manager.pause(scene.running.id)
+    await gate.reached.wait()
+    gate.dead = True
+    server = await world.server()
+    await server.check()
+    await server.stop()
+    await world.reboot()
+    server = await world.server()
+    view, _ = await server.manager.connect(scene.running.id, None)
+    assert await content(world, view, server) == scene.contents[view.id]
+    await server.end()
+
+
+async def test_a_stop_pauses_and_the_next_start_finds_it_so(world: World) -> None:
+    server = await world.server()
+    scene = await Scene.of(server)
+    starting = asyncio.ensure_future(server.create())
+    await asyncio.sleep(0)
+    await server.stop()
+    with contextlib.suppress(AenvError):
+        await starting
+    assert world.host.processes == {}
+    await world.reboot()
+    server = await world.server()
+    await server.check()
+    for sandbox, expected in scene.contents.items():
+        view, resumed = await server.manager.connect(sandbox, None)
+        assert resumed
+        assert await content(world, view, server) == expected
+    await server.end()
+
+
+async def test_a_stop_that_keeps_running_lets_sandboxes_be(world: World) -> None:
+    gate = Gate()
+    server = await world.server(gate)
+    scene = await Scene.of(server)
+    gate.hold["storage.snapshot"] = hold = asyncio.Event()
+    snapshotting = asyncio.ensure_future(server.manager.snapshot(scene.running.id, "named"))
+    await gate.reached.wait()
+    stopping = asyncio.ensure_future(server.stop(keep_running=True))
+    await asyncio.sleep(0.01)
+    with pytest.raises(AenvError, match="shutting down"):
+        await server.create()
+    with pytest.raises(AenvError, match="shutting down"):
+        await server.manager.connect(scene.paused.id, None)
+    assert not stopping.done()
+    hold.set()
+    await snapshotting
+    await stopping
+    ticks = int(await world.ask(scene.running, server, "count"))
+    server = await world.server()
+    await server.check()
+    assert server.state(scene.running) is PublicState.RUNNING
+    assert int(await world.ask(scene.running, server, "count")) >= ticks
+    assert await content(world, scene.running, server) == scene.contents[scene.running.id]
+    await server.end()
+
+
 async def until_death(server: Server, work: Awaitable[object]) -> tuple[bool, object]:
     """Whether the caller was answered before the server died, and with what."""
     task = asyncio.ensure_future(work)

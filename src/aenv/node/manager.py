@@ -298,13 +298,13 @@ class SandboxManager:
         services = self._services
         sandbox = Sandbox(record, services, on_gone=self._gone)
         self._sandboxes[sandbox.id] = sandbox
-        lost = SandboxLost(f"sandbox {record.id} was lost while the node was down")
+        lost = SandboxLost("it was lost while the node was down")
         if record.machine is not None and record.lifecycle.state is State.RUNNING:
             try:
                 sandbox.adopted(await services.machines.adopt(record.id, record.machine))
             except SandboxLost as error:
                 log.warning("sandbox lost", sandbox=record.id, reason=error.message)
-                lost = error
+                lost = SandboxLost(f"its VM was lost while the node was down: {error.message}")
         committed = record.paused_as is not None and services.snapshots.exists(record.paused_as)
         step = recover(record.lifecycle.state, vm_alive=sandbox.machine is not None, capture_committed=committed)
         return step, Ticket(Request.CONNECT, error=lost if step.next is State.FAILED else None)
