@@ -44,6 +44,7 @@ from aenv.vmm.qemu.vm import send_state, state_pipe
 from aenv.vmm.tap import open_queue, set_attached
 
 _MIB = 1 << 20
+_FREEZE_TIMEOUT_MS = 5000
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,10 @@ class BareVm:
         """From the spawn to the guest's answer that it knows who it is and its processes run."""
         self._pid = spawn(self._command, self._descriptors)
         call(self.connect, "POST", "/init", {}, _identity().to_json())
+
+    def freeze(self) -> None:
+        """Stop the guest's processes, as a capture does."""
+        call(self.connect, "POST", "/freeze", {}, {"timeoutMs": _FREEZE_TIMEOUT_MS})
 
     def open_monitor(self) -> None:
         self._monitor = _Monitor(self._monitor_path)

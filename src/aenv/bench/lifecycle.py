@@ -47,6 +47,7 @@ class Times:
     bare_restore: Series = field(default_factory=Series)
     bare_restore_command: Series = field(default_factory=Series)
     bare_save: Series = field(default_factory=Series)
+    bare_freeze_save: Series = field(default_factory=Series)
 
     @classmethod
     def of(cls, forks: Sequence[int]) -> "Times":
@@ -54,22 +55,19 @@ class Times:
         return cls(fork=fork, fork_stop=stop, fork_frozen=frozen)
 
     def comparisons(self) -> list[Comparison]:
-        restore, command, save = (
-            ("restore", self.bare_restore),
-            ("command", self.bare_restore_command),
-            ("save", self.bare_save),
-        )
+        restore, command = ("restore", self.bare_restore), ("command", self.bare_restore_command)
+        save, freeze_save = ("save", self.bare_save), ("freeze, save", self.bare_freeze_save)
         found = [
             Comparison("create", self.create, *restore),
             Comparison("create, first command", self.create_command, *command, 1.5),
             Comparison("warm create", self.warm_create, *restore),
             Comparison("warm create, first command", self.warm_create_command, *command, 0.5),
-            Comparison("pause", self.pause, *save, 2.0),
+            Comparison("pause", self.pause, *freeze_save, 2.0),
             Comparison("resume", self.resume, *restore),
             Comparison("resume, first command", self.resume_command, *command),
-            Comparison("snapshot", self.snapshot, *save),
+            Comparison("snapshot", self.snapshot, *freeze_save),
             Comparison("snapshot: VM stopped", self.snapshot_stop, *save),
-            Comparison("snapshot: processes stopped", self.snapshot_frozen, *save),
+            Comparison("snapshot: processes stopped", self.snapshot_frozen, *freeze_save),
         ]
         for count in self.fork:
             found += [
@@ -171,8 +169,13 @@ class _Rounds:
     def _pause_and_resume(self, box: Box, bare: BareVm, times: Times) -> Box:
         with _timed(times.pause):
             self._cold.pause(box)
-        with _timed(times.bare_save):
-            bare.save()
+        time.sleep(_QUIET_S)
+        began_s = time.perf_counter()
+        bare.freeze()
+        frozen_s = time.perf_counter()
+        bare.save()
+        times.bare_save.add(time.perf_counter() - frozen_s)
+        times.bare_freeze_save.add(time.perf_counter() - began_s)
         time.sleep(_QUIET_S)
         began_s = time.perf_counter()
         box = self._cold.resume(box)

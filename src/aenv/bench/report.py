@@ -17,6 +17,7 @@ FLOORS = {
     "restore": "bare QEMU on plain files, from its spawn to the agent's answer to init",
     "command": "the same, then to the end of the first command",
     "save": "bare QEMU: stop, save the devices' state, copy the dirty pages into a plain file",
+    "freeze, save": "the same after the agent's answer to freeze, which ours waits for too",
 }
 _TABLE_WIDTH = 104
 
