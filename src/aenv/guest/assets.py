@@ -77,9 +77,7 @@ async def ensure_assets(settings: Settings, progress: Progress, *, refresh: bool
     architecture = platform.machine()
     kernel = await ensure_kernel(settings.cache, architecture, progress, refresh=refresh)
     boot = await _ensure_boot(settings.cache, architecture, kernel, progress)
-    base = await ensure_base_image(
-        settings.cache, architecture, settings.template_disk_mib, progress, refresh=refresh
-    )
+    base = await ensure_base_image(settings.cache, architecture, settings.template_disk_mib, progress, refresh=refresh)
     return Assets(
         architecture=architecture,
         kernel=boot.directory / _KERNEL,
