@@ -64,7 +64,7 @@ class Died(BaseException):
 class Gate:
     """The calls of one server, in order, as `disk.snapshot`, `database.write` …
 
-    `fail`: the next call of that name raises. `hold`: it waits for the event. `die_at`: the server dies at that call,
+    `fail`: the next call of that name raises, `errors`: the n-th call does. `hold`: it waits for the event. `die_at`: the server dies at that call,
     before it takes effect or after; like every later one it never returns, so nothing is cleaned up.
     """
 
@@ -72,6 +72,9 @@ class Gate:
         self.calls: list[str] = []
         self.fail: dict[str, BaseException] = {}
         self.fail_after: dict[str, BaseException] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.failed = ""
+        """The call that failed last."""
         self.hold: dict[str, asyncio.Event] = {}
         self.reached = asyncio.Event()
         """Something is held, or the server has died."""
@@ -85,6 +88,7 @@ class Gate:
     def begin(self) -> None:
         """Count from here."""
         self.calls.clear()
+        self.failed = ""
 
     def bury(self) -> None:
         """What still hangs may end, without effect."""
@@ -97,7 +101,8 @@ class Gate:
         if event := self.hold.pop(name, None):
             self.reached.set()
             await event.wait()
-        if error := self.fail.pop(name, None):
+        if error := self.fail.pop(name, None) or self.errors.pop(number, None):
+            self.failed = name
             raise error
         await self._die(number, after=False)
         self.in_flight += 1

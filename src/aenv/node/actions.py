@@ -53,6 +53,8 @@ class Actions:
         self._origin = origin
         self._tell = tell
         self._memory_counted = False
+        self._route_held = False
+        """The front door may still send requests to the machine's address."""
         self._methods: dict[Action, Method] = {
             Action.LAUNCH: self._launch,
             Action.RESTORE: self._restore,
@@ -110,6 +112,7 @@ class Actions:
         self._services.capacity.take_memory(self.record.shape.memory_mib, force=True)
         self._memory_counted = True
         self._services.layers.hold(self.id, machine.layers)
+        self._route_held = True
         self._take_machine(machine)
 
     # working: each ends in one outcome
@@ -284,11 +287,11 @@ class Actions:
                 record.guest_unresponsive_at_pause = not snapshot.user_frozen
             try:
                 await services.snapshots.commit(snapshot, also=record.save)
-            except AenvError as error:
+            except Exception as error:
                 ticket.snapshot = None
-                ticket.error = error
+                ticket.error = _known(error)
                 services.snapshots.discard_state(snapshot.id)
-                raise
+                raise ticket.error from error
             services.layers.release(self._holder)
             services.tasks.spawn(make_durable(services, snapshot), name=f"sync-{snapshot.id}")
         if ticket.capture is not None:
@@ -310,10 +313,12 @@ class Actions:
 
     async def _publish_route(self, ticket: Ticket, _: Step | None) -> None:
         if (route := self.route) is not None:
+            self._route_held = True
             await self._services.front_door.publish(self.id, route)
 
     async def _withdraw_route(self, ticket: Ticket, _: Step | None) -> None:
         await self._services.front_door.withdraw(self.id, self.record.lifecycle.route_generation)
+        self._route_held = False
 
     async def _set_deadline(self, ticket: Ticket, _: Step | None) -> None:
         if ticket.timeout_s is not None and ticket.event is not Request.SET_TIMEOUT:
@@ -343,7 +348,7 @@ class Actions:
     async def _release_vm(self, ticket: Ticket, _: Step | None) -> None:
         machine, self.machine = self.machine, None
         if machine is not None:
-            await self._services.machines.release(machine)
+            await self._services.machines.release(machine, but_the_slot=self._route_held)
         self._give_memory()
         if self.record.paused_as is not None:
             self._services.layers.release(self.id)

@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from aenv.aiokit import all_done
 from aenv.errors import AenvError, CorruptData, GuestUnresponsive, NotFound, OperationFailed, SandboxLost
 from aenv.guest.client import EnvdClient
 from aenv.ids import LayerId, MachineId, new_machine_id
@@ -109,14 +110,17 @@ class Machines:
 
         return await self._start(shape, disk_layers, memory_layers, start, owner=owner, policy=policy)
 
-    async def release(self, machine: Machine) -> None:
+    async def release(self, machine: Machine, *, but_the_slot: bool = False) -> None:
         """Free everything the machine holds; what is gone already is fine. What the guest had in memory is lost.
 
-        What resists is logged and left to the sweep of the next start; nothing is raised.
+        `but_the_slot`: its address may still be somebody's way to the sandbox, so it must not become another's; it too
+        is left to the sweep, as when the process does not end. What resists is logged and left to the sweep of the
+        next start; nothing is raised.
         """
-        await self.free_process(machine.vm)
-        with _left_to_the_sweep(f"network slot {machine.slot.index}"):
-            self._slots.release(machine.slot)
+        ended = await self.free_process(machine.vm)
+        if ended and not but_the_slot:
+            with _left_to_the_sweep(f"network slot {machine.slot.index}"):
+                self._slots.release(machine.slot)
         await asyncio.gather(self.free_image(machine.disk_image), self.free_image(memory_image(machine.id)))
         self.free_workdir(machine.id)
 
@@ -150,9 +154,11 @@ class Machines:
             undo.callback(self.free_workdir, machine_id)
             workdir = self.make_workdir(machine_id, owner, slot)
             undo.push_async_callback(self.free_image, disk_image)
-            disk = await self._open_disk(disk_image, shape, disk_layers, slot, owner)
             undo.push_async_callback(self.free_image, memory_image(machine_id))
-            memory = await self.open_memory(machine_id, shape, memory_layers, slot, owner)
+            disk, memory = await all_done(
+                self._open_disk(disk_image, shape, disk_layers, slot, owner),
+                self.open_memory(machine_id, shape, memory_layers, slot, owner),
+            )
             vm = await start(self.spec(machine_id, workdir, shape, memory, disk, slot))
             undo.pop_all()
         return Machine(
@@ -190,9 +196,12 @@ class Machines:
         os.chown(path, slot.uid, slot.uid)
         return path
 
-    async def free_process(self, vm: Vm) -> None:
+    async def free_process(self, vm: Vm) -> bool:
+        """Whether it has ended."""
         with _left_to_the_sweep(f"process {vm.record.pid}"):
             await vm.stop()
+            return True
+        return False
 
     def free_workdir(self, machine_id: MachineId) -> None:
         with _left_to_the_sweep(f"directory of {machine_id}"):
@@ -314,10 +323,10 @@ class Machines:
 
 @contextmanager
 def _left_to_the_sweep(thing: str) -> Iterator[None]:
-    """Freeing one thing must not keep the others from being freed."""
+    """Freeing one thing must not keep the others from being freed, whatever goes wrong with it."""
     try:
         yield
-    except (AenvError, OSError) as error:
+    except Exception as error:
         log.error("could not be freed; left to the sweep of the next start", thing=thing, error=str(error))
 
 
