@@ -32,6 +32,7 @@ _FILES = {
 _TRACES = (
     "etc/*-",
     "tmp/*",
+    "var/cache/apt/archives/*",
     "var/cache/ldconfig/*",
     "var/lib/apt/lists/*",
     "var/lib/dpkg/*-old",
@@ -84,7 +85,7 @@ def base_directory(cache: Path, architecture: str, disk_mib: int) -> Path:
 
 
 def _recipe(disk_mib: int) -> tuple[object, ...]:
-    return _RECIPE, PACKAGES, _LEFT_OUT, _KEPT, _FILES, OPTIONS, disk_mib
+    return _RECIPE, PACKAGES, _LEFT_OUT, _KEPT, _FILES, _TRACES, OPTIONS, disk_mib
 
 
 async def _build(work: Path, disk_mib: int, progress: Progress) -> None:
