@@ -1,6 +1,7 @@
 """The floor: what restoring and saving the same computer costs with nothing of ours around it.
 
 A bare QEMU with the same devices on plain files in memory, its network ready beforehand, no confinement, no records.
+Only its share of the CPU is that of a node's VM.
 Everything in `open` and `prepare` is outside the measured times.
 """
 
@@ -36,6 +37,7 @@ from aenv.network.slot import (
 from aenv.network.tap import create_tap
 from aenv.snapshots.records import SnapshotRecord
 from aenv.storage.client import BlockdClient
+from aenv.vmm.cgroup import ControlGroups, Limits
 from aenv.vmm.contract import Confinement, NetworkAttachment, VmSpec
 from aenv.vmm.proc import open_memory
 from aenv.vmm.process import in_network_namespace, spawn
@@ -119,6 +121,9 @@ class BareVm:
             command.QUEUE_FD: queue,
             command.STATE_FD: reader,
         }
+        # Without a limit, but of the weight a node's VM has: where others want the CPU both get as much of it.
+        limits = Limits(memory_mib=2 * snapshot.memory_mib + 1024, pids=1024, vcpus=snapshot.vcpus)
+        self._group = ControlGroups(f"bench{name}").create("vm", limits)
         self._pid = 0
         self._monitor: _Monitor | None = None
 
@@ -135,6 +140,7 @@ class BareVm:
     def start(self) -> None:
         """From the spawn to the guest's answer that it knows who it is and its processes run."""
         self._pid = spawn(self._command, self._descriptors)
+        self._group.add(self._pid)
         call(self.connect, "POST", "/init", {}, _identity().to_json())
 
     def freeze(self) -> None:
@@ -162,6 +168,7 @@ class BareVm:
             os.kill(self._pid, 9)
             os.waitpid(self._pid, 0)
             self._pid = 0
+        self._group.remove()
         for path in (self._saved, Path(f"{self._saved}-devices")):
             path.unlink(missing_ok=True)
         self._undo.close()

@@ -19,7 +19,7 @@ FLOORS = {
     "save": "bare QEMU: stop, save the devices' state, copy the dirty pages into a plain file",
     "freeze, save": "the same after the agent's answer to freeze, which ours waits for too",
 }
-_TABLE_WIDTH = 104
+_TABLE_WIDTH = 112
 
 
 @dataclass
