@@ -11,7 +11,10 @@ import structlog
 from aenv.clock import Clock
 from aenv.errors import AenvError, CorruptData, IncompatibleSnapshot, NotFound
 from aenv.guest.assets import Assets
+from aenv.guest.cache import content_key
+from aenv.guest.kernel import ARGUMENTS
 from aenv.ids import new_snapshot_id
+from aenv.network.slot import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_PREFIX_LENGTH
 from aenv.node.capture import Capturer
 from aenv.node.machine import Capture, Machine, Shape
 from aenv.node.machines import Machines
@@ -58,7 +61,7 @@ class BaseTemplate:
             self._settings.template_memory_mib,
             self._settings.template_disk_mib,
         )
-        key = f"{assets.base_key}-{assets.boot_key}-{shape.vcpus}-{shape.memory_mib}-{shape.disk_mib}"
+        key = content_key(assets.base_key, assets.boot_key, str(shape), _command_line(), _SETTLE)
         found = self._current()
         if found is not None and found.source_key == key:
             try:
@@ -91,7 +94,7 @@ class BaseTemplate:
             progress(f"template {NAME}: importing the base image")
             await self._machines.storage.import_raw(assets.base_image, layers.path(base))
             progress(f"template {NAME}: booting")
-            source = BootSource(assets.kernel, assets.initramfs, _COMMAND_LINE, assets.boot_key)
+            source = BootSource(assets.kernel, assets.initramfs, _command_line(), assets.boot_key)
             machine = await self._machines.boot(shape, [base], source, owner=_OWNER)
             try:
                 progress(f"template {NAME}: settling and capturing")
@@ -137,4 +140,7 @@ class BaseTemplate:
         return await self._capturer.capture_and_stop(machine, holder=holder)
 
 
-_COMMAND_LINE = "aenv.root=/dev/vda aenv.address=169.254.0.21/30 aenv.gateway=169.254.0.22 quiet mitigations=off"
+def _command_line() -> str:
+    """What envd expects (docs/protocols/envd.md), and what makes the kernel come up fast."""
+    address = f"{GUEST_ADDRESS}/{GUEST_PREFIX_LENGTH}"
+    return f"{ARGUMENTS} aenv.root=/dev/vda aenv.address={address} aenv.gateway={GATEWAY_ADDRESS}"
