@@ -96,7 +96,7 @@ async def _start(
     stack.push_async_callback(database.close)
 
     def left_running() -> bool:
-        """Sandboxes that are to run on, could not be paused, or were there when the start failed need blockd and edge."""
+        """What runs on by wish, for lack of a pause, or because the start failed, needs blockd and edge."""
         return keep_running() or any(entry.owner != WARM_POOL for entry in ledger.entries("vm"))
 
     storage = await ensure_blockd(settings, ledger)

@@ -397,7 +397,7 @@ async def test_a_route_that_ends_cuts_its_clients(edge, sandbox, kind, cause):
 async def upstream_ended(sandbox: Server) -> None:
     """Returns once edge has closed every connection to the sandbox."""
     async with asyncio.timeout(2):
-        while not all(is_closed_by_peer(writer) for writer in sandbox.open):  # noqa: ASYNC110
+        while not all(is_closed_by_peer(writer) for writer in sandbox.open):
             await asyncio.sleep(0.01)
 
 

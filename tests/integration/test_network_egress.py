@@ -3,7 +3,6 @@
 import asyncio
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path

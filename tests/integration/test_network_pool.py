@@ -79,7 +79,7 @@ def node(make_node: Callable[[], Node]) -> Node:
 async def until(true: Callable[[], bool]) -> None:
     """Kernel and background work have no event to wait for from outside."""
     async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110
+        while not true():
             await asyncio.sleep(0.01)
 
 

@@ -1,8 +1,8 @@
 """The transition table, played by a small node against a small world in which everything may fail at any point.
 
-`World` is the model: what really exists, whatever the server believes. `Node` reads decisions exactly as table.py says
-a node must. The rules below make requests, end work in every way it can end, kill VMs, servers and hosts, between any two
-actions too.
+`World` is the model: what really exists, whatever the server believes. `Node` reads decisions exactly as table.py
+says a node must. The rules below make requests, end work in every way it can end, kill VMs, servers and hosts,
+between any two actions too.
 """
 
 from collections import Counter, deque

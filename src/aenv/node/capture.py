@@ -13,6 +13,7 @@ from pathlib import Path
 
 import structlog
 
+from aenv.aiokit import all_done
 from aenv.clock import Clock
 from aenv.errors import GuestUnresponsive, OperationFailed
 from aenv.guest.client import InitRequest
@@ -71,7 +72,9 @@ class Capturer:
             workdir = machines.make_workdir(successor_id, machine.owner, machine.slot)
             undo.push_async_callback(machines.free_image, memory_image(successor_id))
             memory = await machines.open_memory(successor_id, machine.shape, None, machine.slot, machine.owner)
-            spec = machines.spec(successor_id, workdir, machine.shape, memory, machine.disk_path, machine.slot)
+            spec = machines.spec(
+                successor_id, workdir, machine.shape, memory=memory, disk=machine.disk_path, slot=machine.slot
+            )
             successor = await machines.driver.prepare_successor(machine.vm, spec)
             undo.push_async_callback(successor.discard)
             machine.successor = successor.record
@@ -88,12 +91,18 @@ class Capturer:
         predecessor, predecessor_id = machine.vm, machine.id
         machine.vm, machine.id, machine.successor, machine.memory_layers = vm, successor_id, None, layers
         capture = self._result(machine, layers, state, None, frozen=frozen, stopped_s=stopped_s)
-        await self._thaw(machine)
-        frozen_s = self._clock.monotonic_s() - freeze_began
-        log.info("captured", sandbox=machine.owner, stopped_s=round(stopped_s, 4), frozen_s=round(frozen_s, 4))
-        await machines.free_process(predecessor)
-        await machines.free_image(memory_image(predecessor_id))
-        machines.free_workdir(predecessor_id)
+
+        async def free_predecessor() -> None:
+            await machines.free_process(predecessor)
+            await machines.free_image(memory_image(predecessor_id))
+            machines.free_workdir(predecessor_id)
+
+        async def thaw() -> None:
+            await self._thaw(machine)
+            frozen_s = self._clock.monotonic_s() - freeze_began
+            log.info("captured", sandbox=machine.owner, stopped_s=round(stopped_s, 4), frozen_s=round(frozen_s, 4))
+
+        await all_done(thaw(), free_predecessor())
         return capture
 
     async def roll_back(self, machine: Machine) -> None:
@@ -165,15 +174,17 @@ class Capturer:
         await machine.vm.suspend()
         saved = await machine.vm.save()
         try:
-            await machines.storage.snapshot(machine.disk_image, machines.layers.path(disk))
-            machine.disk_layers += (disk,)
-            await self._capture_memory(machine, saved, memory)
+            await all_done(self._seal(machine, disk), self._capture_memory(machine, saved, memory))
         finally:
             if isinstance(saved.memory, ProcessMemory):
                 os.close(saved.memory.mem_fd)
                 os.close(saved.memory.pagemap_fd)
         diff = saved.memory.path if isinstance(saved.memory, SparseDiff) else None
         return (*machine.memory_layers, memory), saved.state, diff
+
+    async def _seal(self, machine: Machine, layer: LayerId) -> None:
+        await self._machines.storage.snapshot(machine.disk_image, self._machines.layers.path(layer))
+        machine.disk_layers += (layer,)
 
     async def _capture_memory(self, machine: Machine, saved: SavedVm, layer: LayerId) -> None:
         storage, path = self._machines.storage, self._machines.layers.path(layer)

@@ -159,7 +159,7 @@ class Machines:
                 self._open_disk(disk_image, shape, disk_layers, slot, owner),
                 self.open_memory(machine_id, shape, memory_layers, slot, owner),
             )
-            vm = await start(self.spec(machine_id, workdir, shape, memory, disk, slot))
+            vm = await start(self.spec(machine_id, workdir, shape, memory=memory, disk=disk, slot=slot))
             undo.pop_all()
         return Machine(
             id=machine_id,
@@ -177,7 +177,9 @@ class Machines:
 
     # the parts: freeing one that was not, or only half, made is fine, and what resists is left to the sweep
 
-    def spec(self, machine_id: MachineId, workdir: Path, shape: Shape, memory: Path, disk: Path, slot: Slot) -> VmSpec:
+    def spec(
+        self, machine_id: MachineId, workdir: Path, shape: Shape, *, memory: Path, disk: Path, slot: Slot
+    ) -> VmSpec:
         return VmSpec(
             vm_id=machine_id,
             workdir=workdir,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CONTROLLERS = ("memory", "pids", "cpu")
-_CPU_WEIGHT, _CPU_SHARES = "cpu.weight", "cpu.shares"
 _MIB = 1 << 20
 
 
@@ -53,6 +52,9 @@ class ControlGroups:
                 directory.mkdir(parents=True, exist_ok=True)
                 _enable(directory.parent, controllers, version)
                 directories.append(directory)
+                if "cpu" in controllers:
+                    file, weight = _weight(os.cpu_count() or 1, version)
+                    _write(directory.parent / file, str(weight))  # all VMs together: a process on every CPU
             for controller in controllers:
                 for file, value in _settings(controller, limits, version):
                     _write(directory / file, value)
@@ -83,7 +85,7 @@ class ControlGroup:
     def promote(self, vcpus: int) -> None:
         """Give a group made for the background the share of `vcpus`."""
         for directory in self.directories:
-            for file, weight in _weights(vcpus).items():
+            for file, weight in (_weight(vcpus, 1), _weight(vcpus, 2)):
                 if (directory / file).exists():
                     _write(directory / file, str(weight))
 
@@ -116,9 +118,9 @@ def _enable(directory: Path, controllers: Sequence[str], version: int) -> bool:
     return True
 
 
-def _weights(vcpus: int) -> dict[str, int]:
-    """What a group of so many vCPUs weighs, by the file of either version: as much as so many ordinary processes."""
-    return {_CPU_WEIGHT: min(100 * vcpus, 10_000), _CPU_SHARES: 1024 * vcpus}
+def _weight(vcpus: int, version: int) -> tuple[str, int]:
+    """(file, value) by which a group weighs as much as so many ordinary processes."""
+    return ("cpu.weight", min(100 * vcpus, 10_000)) if version == 2 else ("cpu.shares", 1024 * vcpus)
 
 
 def _settings(controller: str, limits: Limits, version: int) -> list[tuple[str, str]]:
@@ -128,8 +130,7 @@ def _settings(controller: str, limits: Limits, version: int) -> list[tuple[str, 
         case "memory", _:
             return [("memory.limit_in_bytes", str(limits.memory_mib * _MIB))]
         case "cpu", _:
-            file = _CPU_WEIGHT if version == 2 else _CPU_SHARES
-            weight = _weights(limits.vcpus)[file]
+            file, weight = _weight(limits.vcpus, version)
             return [(file, str(weight // 10 if limits.background else weight))]
         case _:
             return [("pids.max", str(limits.pids))]
