@@ -3,10 +3,11 @@
 * `TaskSet`: background tasks whose failures are seen, and which end with their owner
 * `SerialQueues`: one queue per key
 * `Bounded`: n at once, the rest in line until a deadline
+* `all_done`: several things at once, none of them cut short by the failure of another
 """
 
 from aenv.aiokit.bounded import Bounded
 from aenv.aiokit.serial import SerialQueues
-from aenv.aiokit.tasks import TaskSet
+from aenv.aiokit.tasks import TaskSet, all_done
 
-__all__ = ["Bounded", "SerialQueues", "TaskSet"]
+__all__ = ["Bounded", "SerialQueues", "TaskSet", "all_done"]

@@ -7,7 +7,20 @@ from typing import Any, TypeVar
 import structlog
 
 T = TypeVar("T")
+U = TypeVar("U")
 _log = structlog.get_logger(__name__)
+
+
+async def all_done(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """Do both at once, to the end of both, and return their results. Raises: what the first of them that failed raised;
+    nothing is under way any more then.
+    """
+    first, second = await asyncio.gather(one, other, return_exceptions=True)
+    if isinstance(first, BaseException):
+        raise first
+    if isinstance(second, BaseException):
+        raise second
+    return first, second
 
 
 class TaskSet:

@@ -27,6 +27,8 @@ OWNER = "warm-pool"
 POLICY = NetworkPolicy()
 """What a ready machine may reach, which is nothing while it is suspended."""
 _RETRY_S = 30.0
+_REFILL_DELAY_S = 1.0
+"""Whoever took a machine is about to run a first command in it; what replaces it can wait."""
 _RUN_IN_COMMAND = "exec /bin/bash -l -c true"
 """What SDKs run, a login shell; an image without bash is run in as far as its /bin/sh."""
 _RUN_IN_COMMANDS = 2
@@ -87,6 +89,8 @@ class WarmPool:
                     log.warning("warm pool could not make a machine", error=str(error))
                     await asyncio.sleep(_RETRY_S)
             self._filled.set()
+            await self._wanted.wait()
+            await asyncio.sleep(_REFILL_DELAY_S)
 
     async def _make(self) -> Machine:
         template = self._template
