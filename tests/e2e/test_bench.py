@@ -3,17 +3,16 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-
-from aenv.testing.leftovers import Leftovers
 
 
 @pytest.mark.slow
 @pytest.mark.vm
 @pytest.mark.timeout(900)
 def test_lifecycle() -> None:
-    before = Leftovers.now()
+    before = _directories()
     command = [sys.executable, "-m", "aenv.cli.main", "bench", "lifecycle", "--rounds", "1", "--forks", "1,2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -35,4 +34,9 @@ def test_lifecycle() -> None:
         assert result["floor"]["name"] in found["floors"]
         assert 0 < result["ours"]["p50_s"] <= result["ours"]["p95_s"]
         assert result["ratio"] == pytest.approx(result["ours"]["p50_s"] / result["floor"]["p50_s"])
-    assert before.grown() == []
+    assert _directories() <= before
+
+
+def _directories() -> set[Path]:
+    """What a benchmark keeps its nodes in; it can be removed only when nothing is mounted in it."""
+    return set(Path("/var/tmp").glob("aenv-bench-*"))
