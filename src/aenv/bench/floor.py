@@ -141,19 +141,16 @@ class BareVm:
         """From the spawn to the guest's answer that it knows who it is and its processes run."""
         self._pid = spawn(self._command, self._descriptors)
         self._group.add(self._pid)
+        self._monitor = _Monitor(self._monitor_path)
+        self._monitor.wait_until_running()
         call(self.connect, "POST", "/init", {}, _identity().to_json())
 
     def freeze(self) -> None:
         """Stop the guest's processes, as a capture does."""
         call(self.connect, "POST", "/freeze", {}, {"timeoutMs": _FREEZE_TIMEOUT_MS})
 
-    def open_monitor(self) -> None:
-        self._monitor = _Monitor(self._monitor_path)
-
     def save(self) -> int:
-        """Stop, save the devices' state, copy the dirty pages into a plain file; returns how many pages. After
-        `open_monitor`.
-        """
+        """Stop, save the devices' state, copy the dirty pages into a plain file; returns how many pages."""
         assert self._monitor is not None
         self._monitor.execute("stop")
         self._monitor.execute("xen-save-devices-state", filename=f"{self._saved}-devices", live=False)
@@ -188,11 +185,21 @@ class _Monitor:
     def execute(self, name: str, **arguments: object) -> Any:
         self._socket.sendall(json.dumps({"execute": name, "arguments": arguments}).encode())
         while True:
-            answer = json.loads(self._lines.readline() or '{"error": "the session ended"}')
-            if "error" in answer:
-                raise OperationFailed(f"bare QEMU refused {name}: {answer['error']}")
+            answer = self._next(name)
             if "return" in answer:
                 return answer["return"]
+
+    def wait_until_running(self) -> None:
+        """A packet sent earlier would be lost, and be sent again only after a second."""
+        if not self.execute("query-status")["running"]:
+            while self._next("the state").get("event") != "RESUME":
+                pass
+
+    def _next(self, asked: str) -> dict[str, Any]:
+        message: dict[str, Any] = json.loads(self._lines.readline() or '{"error": "the session ended"}')
+        if "error" in message:
+            raise OperationFailed(f"bare QEMU refused {asked}: {message['error']}")
+        return message
 
     def close(self) -> None:
         self._lines.close()

@@ -149,7 +149,6 @@ class _Rounds:
         times.bare_restore.add(time.perf_counter() - began_s)
         run(bare.connect, COMMAND, {})
         times.bare_restore_command.add(time.perf_counter() - began_s)
-        bare.open_monitor()
 
     def _create(self, node: BenchNode, created: Series, answered: Series) -> Box:
         time.sleep(_QUIET_S)
