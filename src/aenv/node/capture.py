@@ -152,12 +152,18 @@ class Capturer:
         return False
 
     async def _thaw(self, machine: Machine) -> None:
-        """After a stop the wall clock lags by its length: set it, then let the user's processes go on."""
+        """After a stop the wall clock lags by its length: set it, then let the user's processes go on. They go on with
+        a wrong clock rather than not at all.
+        """
         request = InitRequest(timestamp=self._clock.now(), entropy=secrets.token_bytes(32), thaw=True)
         try:
-            await machine.guest.init(request, timeout_s=self._machines.settings.freeze_timeout_s)
+            try:
+                await machine.guest.init(request, timeout_s=self._machines.settings.freeze_timeout_s)
+            except (GuestUnresponsive, OperationFailed) as error:
+                log.warning("guest did not take the time; thawing it", owner=machine.owner, error=error.message)
+                await machine.guest.unfreeze()
         except (GuestUnresponsive, OperationFailed) as error:
-            log.warning("guest did not thaw in time", owner=machine.owner, error=error.message)
+            log.error("guest did not thaw", owner=machine.owner, error=error.message)
 
     async def _capture(self, machine: Machine, holder: str) -> tuple[tuple[LayerId, ...], bytes, Path | None]:
         """Stop, save, seal. Returns memory layers, device state and the VMM's file of dirty pages if there is one;

@@ -18,6 +18,7 @@ from aenv.vmm.contract import NetworkAttachment
 _FRAME_HEAD = struct.Struct(">BI")
 _END_OF_STREAM = 0x02
 Answer = tuple[int, bytes]
+_NONE: Answer = 0, b""
 
 
 class FakeAgent:
@@ -45,8 +46,11 @@ class FakeAgent:
             method, path, _ = head.split(" ", 2)
             length = next(int(line.split(":")[1]) for line in head.split("\r\n") if line.startswith("Content-Length"))
             body = await reader.readexactly(length)
-            status, content = await self._answer(f"{method} {path}", body)
-            if status:
+            answer = self._answer(f"{method} {path}", body)
+            if answer is None:
+                await reader.read()  # until the node gives up
+            elif answer != _NONE:
+                status, content = answer
                 writer.write(f"HTTP/1.0 {status} -\r\n\r\n".encode() + content)
                 await writer.drain()
         except (OSError, EOFError):
@@ -54,16 +58,16 @@ class FakeAgent:
         finally:
             writer.close()
 
-    async def _answer(self, request: str, body: bytes) -> Answer:
-        """Status 0: none."""
+    def _answer(self, request: str, body: bytes) -> Answer | None:
+        """None: never."""
         guest = self._host.guest_on(self._network)
-        failure = self._host.take_failure(request) if guest is not None else Failure.HANG
-        if failure is Failure.REFUSE:
-            return 500, b'{"message": "told to fail"}'
-        if failure is Failure.DIE:
-            return 0, b""
-        if guest is None or failure is Failure.HANG:
-            await asyncio.Event().wait()
+        match self._host.take_failure(request) if guest is not None else Failure.HANG:
+            case Failure.REFUSE:
+                return 500, b'{"message": "told to fail"}'
+            case Failure.DIE:
+                return _NONE
+            case Failure.HANG:
+                return None
         assert guest is not None
         return self._calls[request](self, guest, body)
 
