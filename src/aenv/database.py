@@ -21,14 +21,16 @@ T = TypeVar("T")
 _CHECKPOINT_PAGES = 256
 _LOG_BYTES = 4 << 20
 """Room for the write-ahead log, taken while there is some: what is deleted on a full disk has to be written down too.
-The log is written over from its start once it is checkpointed, so it stays within.
+The log is written over from its start once it is checkpointed, so it stays within. While the database is closed, which
+removes the log, a file named `<database>-room` keeps the place.
 """
 
 
 class Database:
     """Use `open`, then `write` and `read`; `close` waits for what is under way."""
 
-    def __init__(self, connection: sqlite3.Connection, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, thread: ThreadPoolExecutor) -> None:
+        self._path = path
         self._connection = connection
         self._thread = thread
 
@@ -44,6 +46,7 @@ class Database:
 
         def connect() -> sqlite3.Connection:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _room(path).unlink(missing_ok=True)
             connection = sqlite3.connect(path, isolation_level=None)
             try:
                 connection.execute("PRAGMA journal_mode=WAL")
@@ -51,7 +54,7 @@ class Database:
                 connection.execute("PRAGMA foreign_keys=ON")
                 connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
                 _migrate(connection, components)
-                _reserve_log(path)
+                _reserve(_log(path))
             except BaseException:
                 connection.close()
                 raise
@@ -59,7 +62,7 @@ class Database:
 
         loop = asyncio.get_running_loop()
         try:
-            return cls(await loop.run_in_executor(thread, connect), thread)
+            return cls(path, await loop.run_in_executor(thread, connect), thread)
         except sqlite3.Error as error:
             thread.shutdown(wait=False)
             raise _named(error, f"the database {path} cannot be opened") from error
@@ -105,7 +108,11 @@ class Database:
             raise _named(error, "the records could not be read") from error
 
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._connection.close)
+        def end() -> None:
+            self._connection.close()
+            _reserve(_room(self._path))
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, end)
         self._thread.shutdown()
 
 
@@ -119,10 +126,18 @@ def _named(error: sqlite3.Error, what: str) -> AenvError:
             return OperationFailed(f"{what}: {error}")
 
 
-def _reserve_log(path: Path) -> None:
-    """Give the log of an open database its blocks. Zeros after its last frame are none of its frames."""
+def _log(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+def _room(path: Path) -> Path:
+    return path.with_name(f"{path.name}-room")
+
+
+def _reserve(path: Path) -> None:
+    """Give a file the blocks of a log. Zeros after the last frame of a log are none of its frames."""
     with suppress(OSError):  # a full disk must not keep the node from starting, and from deleting something
-        descriptor = os.open(f"{path}-wal", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, _LOG_BYTES)
         finally:

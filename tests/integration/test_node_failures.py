@@ -1,5 +1,5 @@
-"""One thing fails at each call a sandbox's work makes: the answer says so, what is reported is true, nothing is held that
-nobody uses, and the next try succeeds.
+"""One thing fails at each call a sandbox's work makes: the answer says so, what is reported is true, nothing is held
+that nobody uses, and the next try succeeds.
 """
 
 import contextlib
@@ -11,9 +11,7 @@ from tests.integration.test_node_crashes import OPERATIONS, Scene, content
 from tests.support.blockd import needs_fuse
 from tests.support.node_harness import Server, World, open_world
 
-from aenv.errors import AenvError, GuestUnresponsive, NotFound, OperationFailed, SandboxLost, StorageFull
-from aenv.node.views import PublicState
-from aenv.testing.fake_vmm import Failure
+from aenv.errors import AenvError, NotFound, OperationFailed, StorageFull
 from aenv.vmm.contract import CaptureKind
 
 pytestmark = needs_fuse

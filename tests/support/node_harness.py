@@ -64,14 +64,14 @@ class Died(BaseException):
 class Gate:
     """The calls of one server, in order, as `disk.snapshot`, `database.write` …
 
-    `fail`: the next call of that name raises, `errors`: the n-th call does. `hold`: it waits for the event. `die_at`: the server dies at that call,
-    before it takes effect or after; like every later one it never returns, so nothing is cleaned up.
+    `fail`: the next call of that name raises; `errors`: the n-th call does. `hold`: the next one of that name waits for
+    the event. `die_at`: the server dies at that call, before it takes effect or after; like every later one it never
+    returns, so nothing is cleaned up.
     """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fail: dict[str, BaseException] = {}
-        self.fail_after: dict[str, BaseException] = {}
         self.errors: dict[int, BaseException] = {}
         self.failed = ""
         """The call that failed last."""
@@ -112,8 +112,6 @@ class Gate:
             self.in_flight -= 1
         await self._live()
         await self._die(number, after=True)
-        if error := self.fail_after.pop(name, None):
-            raise error
         return result
 
     async def _die(self, number: int, *, after: bool) -> None:

@@ -249,19 +249,18 @@ class Machines:
 
         A handover that was under way is decided: the successor if it took over, else the predecessor.
 
-        Raises: SandboxLost.
+        Raises: SandboxLost; what there is of it is the sweep's then.
         """
         try:
             async with AsyncExitStack() as undo:
                 shape = Shape(**data["shape"])
-                slot = await self._slots.adopt(data["slot"])
-                undo.callback(self._slots.release, slot)
                 vm = await self._adopt_vm(data)
-                undo.push_async_callback(self.free_process, vm)
+                undo.push_async_callback(vm.detach)
                 disk = await self.storage.image(data["disk_image"])
                 memory = await self.storage.image(memory_image(MachineId(vm.record.vm_id)))
                 if disk.failed or memory.failed:
                     raise SandboxLost("its storage failed")
+                slot = await self._slots.adopt(data["slot"])
                 undo.pop_all()
         except SandboxLost:
             raise

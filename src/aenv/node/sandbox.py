@@ -237,4 +237,4 @@ def _denial(sandbox: SandboxId, reason: Reason) -> AenvError:
         case Reason.LOST:
             return NotFound(f"sandbox {sandbox} not found: {reason}")
         case _:
-            return Conflict(f"sandbox {sandbox} is {reason}")
+            return Conflict(f"sandbox {sandbox}: {reason}")
