@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from aenv.aiokit import Bounded, SerialQueues, TaskSet
+from aenv.aiokit import Bounded, TaskSet, all_done
 from aenv.errors import TooManyStarts
 from aenv.testing.clock import FakeClock, settle
 
@@ -80,78 +80,20 @@ class TestTaskSet:
         assert logs[0]["task"] == "api: pause"
 
 
-class TestSerialQueues:
-    async def test_one_key_in_order_and_one_at_a_time(self) -> None:
-        async with TaskSet("node") as tasks:
-            queues = SerialQueues[str](tasks)
-            trace: list[str] = []
+class TestAllDone:
+    async def test_both_end_whatever_the_other_does(self) -> None:
+        ended = []
 
-            async def work(name: str) -> str:
-                trace.append(f"+{name}")
-                await asyncio.sleep(0)
-                trace.append(f"-{name}")
-                return name
-
-            futures = [queues.submit("a", lambda name=name: work(name)) for name in "123"]  # type: ignore[misc]
-            assert queues.waiting("a") == 3
-            assert await asyncio.gather(*futures) == ["1", "2", "3"]
-            assert trace == ["+1", "-1", "+2", "-2", "+3", "-3"]
-            await settle()
-            assert len(tasks) == 0
-
-    async def test_keys_run_in_parallel(self) -> None:
-        async with TaskSet("node") as tasks:
-            queues = SerialQueues[str](tasks)
-            stuck = queues.submit("a", asyncio.Event().wait)
-            assert await queues.submit("b", lambda: asyncio.sleep(0, "done")) == "done"
-            assert not stuck.done()
-
-    async def test_a_failure_is_the_callers_and_the_next_call_runs(self) -> None:
-        async with TaskSet("node") as tasks:
-            queues = SerialQueues[str](tasks)
-            first, second = queues.submit("a", _fail), queues.submit("a", lambda: asyncio.sleep(0, "done"))
-            with pytest.raises(ValueError, match="broken"):
-                await first
-            assert await second == "done"
-
-    async def test_a_caller_that_leaves_stops_nothing(self) -> None:
-        async with TaskSet("node") as tasks:
-            queues = SerialQueues[str](tasks)
-            done: list[str] = []
-
-            async def work(name: str) -> None:
-                await asyncio.sleep(0)
-                done.append(name)
-
-            first = queues.submit("a", lambda: work("first"))
-            queues.submit("a", lambda: work("second"))
+        async def end(name: str) -> str:
             await asyncio.sleep(0)
-            first.cancel()
-            await settle()
-            assert done == ["first", "second"]
+            ended.append(name)
+            return name
 
-    async def test_an_unseen_failure_is_logged_and_the_queue_goes_on(self) -> None:
-        with capture_logs() as logs:
-            async with TaskSet("node") as tasks:
-                queues = SerialQueues[str](tasks)
-                first = queues.submit("a", _fail)
-                first.cancel()
-                assert await queues.submit("a", lambda: asyncio.sleep(0, "done")) == "done"
-        assert [line["event"] for line in logs] == ["call failed after its caller had left"]
-
-    async def test_closing_answers_everybody(self) -> None:
-        tasks = TaskSet("node")
-        queues = SerialQueues[str](tasks)
-        futures = [queues.submit("a", asyncio.Event().wait) for _ in range(3)]
-        await settle()
-        await tasks.close()
-        assert all(future.cancelled() for future in futures)
-
-    async def test_closing_before_the_worker_ran_answers_everybody(self) -> None:
-        tasks = TaskSet("node")
-        future = SerialQueues[str](tasks).submit("a", asyncio.Event().wait)
-        await tasks.close()
-        assert future.cancelled()
+        assert await all_done(end("a"), end("b")) == ("a", "b")
+        for works in ((_fail(), end("c")), (end("c"), _fail()), (_fail(), _fail())):
+            with pytest.raises(ValueError, match="broken"):
+                await all_done(*works)
+        assert ended == ["a", "b", "c", "c"]
 
 
 class TestBounded:

@@ -1,13 +1,11 @@
-"""Supervised tasks, serial queues and admission on asyncio. Knows nothing of sandboxes.
+"""Supervised tasks and admission on asyncio. Knows nothing of sandboxes.
 
 * `TaskSet`: background tasks whose failures are seen, and which end with their owner
-* `SerialQueues`: one queue per key
 * `Bounded`: n at once, the rest in line until a deadline
 * `all_done`: several things at once, none of them cut short by the failure of another
 """
 
 from aenv.aiokit.bounded import Bounded
-from aenv.aiokit.serial import SerialQueues
 from aenv.aiokit.tasks import TaskSet, all_done
 
-__all__ = ["Bounded", "SerialQueues", "TaskSet", "all_done"]
+__all__ = ["Bounded", "TaskSet", "all_done"]
