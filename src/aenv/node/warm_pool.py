@@ -85,7 +85,7 @@ class WarmPool:
             while len(self._ready) < self._size:
                 try:
                     self._ready.append(await self._make())
-                except AenvError as error:
+                except (AenvError, OSError) as error:
                     log.warning("warm pool could not make a machine", error=str(error))
                     await asyncio.sleep(_RETRY_S)
             self._filled.set()
