@@ -123,7 +123,8 @@ class Machine:
                         os.close(log_writer)
                     process = Process.of_child(pid)
                     undo.push_async_callback(_kill, process)
-                    group.add(pid)
+                    # The kernel may take 10 ms for it, in which QEMU starts and others need the event loop.
+                    await asyncio.to_thread(group.add, pid)
                     Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
                     connection = _connect(place)
             except OSError as error:
