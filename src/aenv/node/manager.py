@@ -6,6 +6,7 @@ Implements `NodeService`. Each sandbox decides for itself (node/sandbox.py); her
 import asyncio
 import json
 from collections import OrderedDict
+from dataclasses import replace
 
 import structlog
 
@@ -198,23 +199,19 @@ class SandboxManager:
 
     def _child(self, source: SandboxRecord, timeout_s: int | None) -> SandboxRecord:
         now = self._services.clock.now()
-        return SandboxRecord(
+        return replace(
+            source,
             id=new_sandbox_id(),
             lifecycle=Lifecycle(),
-            template_id=source.template_id,
-            alias=source.alias,
-            shape=source.shape,
-            envd_version=source.envd_version,
             created_at=now,
             started_at=now,
             end_at=now,
             timeout_s=source.timeout_s if timeout_s is None else timeout_s,
-            on_timeout=source.on_timeout,
-            secure=source.secure,
-            public_traffic=source.public_traffic,
-            policy=source.policy,
             metadata=dict(source.metadata),
             env=dict(source.env),
+            paused_as=None,
+            machine=None,
+            guest_unresponsive_at_pause=False,
         )
 
     # snapshots
