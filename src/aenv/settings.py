@@ -6,15 +6,28 @@ they differ.
 """
 
 import os
+import tomllib
+from collections.abc import Container
 from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
 )
+
+from aenv.errors import InvalidRequest
 
 
 def _default_cache() -> Path:
@@ -23,8 +36,16 @@ def _default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "aenv"
 
 
+def _split(value: object) -> object:
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
+Words = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+"""In the environment: separated by commas."""
+
+
 class Settings(BaseSettings):
-    """Settings of one node."""
+    """Settings of one node. Making them raises InvalidRequest, which names the setting or the file that is wrong."""
 
     model_config = SettingsConfigDict(env_prefix="AENV_", extra="ignore", frozen=True)
 
@@ -55,8 +76,8 @@ class Settings(BaseSettings):
     )
 
     # virtual machines
-    vmm: str = Field("qemu", description="The virtual machine monitor: qemu.")
-    accelerator: str = Field(
+    vmm: Literal["qemu"] = Field("qemu", description="The virtual machine monitor: qemu.")
+    accelerator: Literal["auto", "kvm", "tcg"] = Field(
         "auto", description="auto, kvm or tcg. auto takes KVM only after a self-test ran a guest on it."
     )
     template_vcpus: int = Field(2, ge=1, le=32, description="vCPUs of the built-in template `base`.")
@@ -102,7 +123,7 @@ class Settings(BaseSettings):
 
     # time to live
     default_timeout_s: int = Field(300, gt=0, description="Time to live of a sandbox whose request names none, s.")
-    default_on_timeout: str = Field(
+    default_on_timeout: Literal["pause", "kill"] = Field(
         "pause",
         description="pause or kill, when a request leaves autoPause out. E2B kills; work lost is worse than work kept.",
     )
@@ -113,15 +134,17 @@ class Settings(BaseSettings):
         "10.11.0.0/16", description="One address a slot, the only one by which the host reaches a sandbox."
     )
     veth_cidr: str = Field("10.12.0.0/15", description="A /31 a slot between host and the slot's namespace.")
-    denied_cidrs: list[str] = Field(
+    denied_cidrs: Words = Field(
         ["10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"],
         description="Never reachable from a sandbox, whatever its policy.",
     )
-    dns_servers: list[str] = Field(
+    dns_servers: Words = Field(
         [], description="Resolvers of sandboxes; empty: the host's own, if any is not on loopback."
     )
 
-    log_format: str = Field("auto", description="auto, json or console. auto: console on a terminal.")
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="auto, json or console. auto: console on a terminal."
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -134,8 +157,29 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
         if path := os.environ.get("AENV_CONFIG_PATH"):
-            sources.append(TomlConfigSettingsSource(settings_cls, Path(path)))
+            sources.append(InitSettingsSource(settings_cls, _read_file(Path(path), settings_cls.model_fields)))
         return tuple(sources)
+
+    @field_validator("listen")
+    @classmethod
+    def _names_host_and_port(cls, text: str) -> str:
+        host, _, port = text.rpartition(":")
+        if not (host and port.isdecimal() and int(port) < 65536):
+            raise ValueError(f"{text!r} is not HOST:PORT")
+        return text
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _wrong_ones_are_named(cls, values: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return build(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            raise InvalidRequest(
+                f"setting {name}: {first['msg'].removeprefix('Value error, ')}",
+                hint=f"it comes from AENV_{name.upper()}, the file of AENV_CONFIG_PATH, or a flag",
+            ) from error
 
     @property
     def edge_uid(self) -> int:
@@ -147,6 +191,17 @@ class Settings(BaseSettings):
 
     def vmm_uid(self, slot_index: int) -> int:
         return self.uid_base + slot_index
+
+
+def _read_file(path: Path, known: Container[str]) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidRequest(f"AENV_CONFIG_PATH: {path}: {reason}") from error
+    if unknown := [name for name in values if name not in known]:
+        raise InvalidRequest(f"{path}: there is no setting {', '.join(unknown)}", hint="docs/settings.md lists them")
+    return values
 
 
 def reference() -> str:
