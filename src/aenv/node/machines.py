@@ -69,23 +69,43 @@ class Machines:
         self._slots = slots
 
     async def boot(self, shape: Shape, disk_layers: Sequence[LayerId], source: BootSource, *, owner: str) -> Machine:
-        """First boot on an all-zero memory. Returns when the guest agent answers. Raises: any AenvError; nothing is
-        left then.
-        """
+        """First boot on an all-zero memory. Returns when the guest agent answers; a guest that does not come up is
+        tried once more, because an emulated one may hang for good while it boots.
 
+        Raises: any AenvError; nothing is left then.
+        """
+        try:
+            return await self._boot(shape, disk_layers, source, owner)
+        except OperationFailed as error:
+            log.warning("guest did not come up, trying once more", owner=owner, error=error.message)
+            return await self._boot(shape, disk_layers, source, owner)
+
+    async def _boot(self, shape: Shape, disk_layers: Sequence[LayerId], source: BootSource, owner: str) -> Machine:
         async def start(spec: VmSpec) -> Vm:
             return await self.driver.boot(spec, source)
 
         machine = await self._start(shape, disk_layers, (), start, owner=owner, policy=NetworkPolicy())
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.release, machine)
-            try:
-                await machine.guest.wait_healthy(self.settings.boot_timeout_s)
-            except GuestUnresponsive as error:
-                tail = (await machine.vm.console())[-2000:]
-                raise OperationFailed(f"the guest did not come up: {error.message}\n{tail}") from error
+            await self._come_up(machine)
             undo.pop_all()
         return machine
+
+    async def _come_up(self, machine: Machine) -> None:
+        """Return when the guest answers. Raises: OperationFailed, with what it said last, when it ends or is silent."""
+        healthy = asyncio.ensure_future(machine.guest.wait_healthy(self.settings.boot_timeout_s))
+        ended = asyncio.ensure_future(machine.vm.wait())
+        try:
+            await asyncio.wait((healthy, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not healthy.done():
+                raise OperationFailed(f"the guest did not come up: {await ended}")
+            await healthy
+        except GuestUnresponsive as error:
+            tail = (await machine.vm.console())[-2000:]
+            raise OperationFailed(f"the guest did not come up: {error.message}\n{tail}") from error
+        finally:
+            healthy.cancel()
+            ended.cancel()
 
     async def restore(
         self,
