@@ -6,6 +6,8 @@ Implements `NodeService`. Each sandbox decides for itself (node/sandbox.py); her
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import structlog
@@ -182,7 +184,7 @@ class SandboxManager:
 
     async def _fork(self, source: Sandbox, count: int, timeout_s: int | None) -> list[SandboxView | AenvError]:
         ticket = Ticket(Request.FORK)
-        try:
+        with self._released(ticket):
             await source.ask(ticket)
             assert ticket.capture is not None
             origin = Origin(source.record.shape, ticket.capture)
@@ -190,8 +192,6 @@ class SandboxManager:
             results = await asyncio.gather(
                 *(self._begin(child, origin, patient=True) for child in children), return_exceptions=True
             )
-        finally:
-            self._services.layers.release(ticket.holder)
         unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, AenvError)]
         if unexpected:
             raise unexpected[0]
@@ -224,12 +224,24 @@ class SandboxManager:
         return await self._services.tasks.shielded(self._snapshot(sandbox, ticket), name=f"snapshot {sandbox.id}")
 
     async def _snapshot(self, sandbox: Sandbox, ticket: Ticket) -> SnapshotView:
+        with self._released(ticket):
+            await sandbox.ask(ticket)
+        assert ticket.snapshot is not None
+        return _snapshot_view(ticket.snapshot)
+
+    @contextmanager
+    def _released(self, ticket: Ticket) -> Iterator[None]:
+        """Release the layers of a capture in the end. Not when this server is cut short, though: a VM that goes on may
+        stand on them by then, and only the next start can tell.
+        """
         try:
-            answered = await sandbox.ask(ticket)
-        finally:
+            yield
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
             self._services.layers.release(ticket.holder)
-        assert answered.snapshot is not None
-        return _snapshot_view(answered.snapshot)
+            raise
+        self._services.layers.release(ticket.holder)
 
     def list_snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> list[SnapshotView]:
         return [

@@ -113,6 +113,15 @@ class SnapshotStore:
             )
         return state
 
+    def check(self, record: SnapshotRecord) -> None:
+        """Raises: CorruptData when something it needs is missing or damaged, as far as can be seen without reading
+        layers.
+        """
+        self.state(record)
+        for path in self._layers.paths([*record.disk_layers, *record.memory_layers]):
+            if not path.exists():
+                raise CorruptData(f"layer {path.name} of snapshot {record.id} is missing", hint="restore the file")
+
     def distrust(self, record: SnapshotRecord, error: CorruptData) -> None:
         """From here on `state` raises `error`: what the record names is there, but must not be used."""
         self._corrupt[record.id] = error

@@ -4,12 +4,13 @@ It is made again when what it is made of changes (image, kernel, agent, sizes) o
 The one before is deleted then; sandboxes that stand on its layers go on.
 """
 
+import asyncio
 from collections.abc import Callable
 
 import structlog
 
 from aenv.clock import Clock
-from aenv.errors import AenvError, CorruptData, IncompatibleSnapshot, NotFound
+from aenv.errors import CorruptData, IncompatibleSnapshot, NotFound
 from aenv.guest.assets import Assets
 from aenv.guest.cache import content_key
 from aenv.guest.kernel import ARGUMENTS
@@ -66,7 +67,7 @@ class BaseTemplate:
         if found is not None and found.source_key == key:
             try:
                 self._machines.driver.check(found.manifest)
-                self._snapshots.state(found)
+                self._snapshots.check(found)
                 return found
             except (IncompatibleSnapshot, CorruptData) as error:
                 progress(f"template {NAME}: building again, {error.message}")
@@ -121,11 +122,13 @@ class BaseTemplate:
             await self._machines.storage.sync_layers(layers.paths([*record.disk_layers, *record.memory_layers]))
             await self._snapshots.commit(record, replaces=[replaced.id] if replaced else ())
             await self._snapshots.mark_durable(snapshot_id)
-        except AenvError:
+        except asyncio.CancelledError:
+            raise  # the record may be on its way into the database; what nobody needs goes at the next start
+        except BaseException:
             self._snapshots.discard_state(snapshot_id)
-            raise
-        finally:
             layers.release(holder)
+            raise
+        layers.release(holder)
         progress(f"template {NAME}: ready")
         return self._snapshots.get(snapshot_id)
 
