@@ -37,6 +37,7 @@ from aenv.node.machines import Machines
 from aenv.node.manager import SandboxManager
 from aenv.node.paths import NodePaths
 from aenv.node.services import Services
+from aenv.node.storage_watch import watch_storage
 from aenv.node.tokens import Tokens
 from aenv.node.warm_pool import OWNER as WARM_POOL
 from aenv.node.warm_pool import WarmPool
@@ -167,6 +168,7 @@ async def _start(
         log.error("left as it is", error=str(problem))
     await manager.recover()
     tasks.spawn(deadlines.run(), name="deadlines")
+    tasks.spawn(watch_storage(settings, ledger, storage, driver), name="storage watch")
     base = BaseTemplate(
         settings=settings,
         machines=machines,
@@ -226,18 +228,32 @@ class _Server(uvicorn.Server):
 
 async def serve(settings: Settings, *, keep_running: bool) -> None:
     """`aenv server`: run a node until SIGTERM or SIGINT. Prints one line on standard output when it is ready."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    stop, ready = asyncio.Event(), asyncio.Event()
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+
+    def end() -> None:
+        # A first start builds for minutes: it is given up, once; what it has begun is undone on the way out.
+        if not ready.is_set() and not stop.is_set():
+            this.cancel()
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end)
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    async with running_node(settings, progress, keep_running=lambda: keep_running) as node:
-        print(f"ready {node.url}", flush=True)
-        await stop.wait()
-        log.info("stopping", keep_running=keep_running)
+    try:
+        async with running_node(settings, progress, keep_running=lambda: keep_running) as node:
+            ready.set()
+            print(f"ready {node.url}", flush=True)
+            await stop.wait()
+            log.info("stopping", keep_running=keep_running)
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+        log.info("stopped before it was ready")
 
 
 # what must be there before anything else
@@ -254,12 +270,18 @@ def require_root() -> None:
 
 @contextmanager
 def exclusive(paths: NodePaths) -> Iterator[None]:
-    """One server a home and a runtime directory. Raises: Conflict."""
+    """One server a home and a runtime directory. Raises: Conflict, HostUnsupported for one that cannot be written."""
     locks = []
     try:
         for directory in (paths.home, paths.runtime):
-            directory.mkdir(parents=True, exist_ok=True)
-            lock = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                lock = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise HostUnsupported(
+                    f"{directory} cannot be used: {error.strerror}",
+                    hint="make it a directory that root can write, or choose another AENV_HOME or AENV_RUNTIME",
+                ) from error
             locks.append(lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -80,6 +80,27 @@ def test_a_killed_vm_is_reported_gone(node: NodeProcess) -> None:
     assert not sandbox.kill()
 
 
+def test_blockd_killed(own_node: NodeProcess) -> None:
+    """What ran is lost, and said to be; what is paused is not; creates work again at once."""
+    paused = Sandbox.create("base", timeout=600, **own_node.options)
+    paused.files.write("kept.txt", "kept")
+    paused.pause()
+    running = Sandbox.create("base", timeout=600, **own_node.options)
+    os.kill(own_node.blockd_pid(), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while running.is_running():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    fresh = Sandbox.create("base", timeout=600, **own_node.options)
+    assert fresh.commands.run("echo fine").stdout == "fine\n"
+    assert Sandbox.connect(paused.sandbox_id, timeout=600, **own_node.options).files.read("kept.txt") == "kept"
+    states = {info.sandbox_id: info.state.value for info in Sandbox.list(**own_node.options).next_items()}
+    assert states == {fresh.sandbox_id: "running", paused.sandbox_id: "running"}
+    assert len(own_node.machine_pids()) == len(list((own_node.home / "uppers").iterdir())) == 2
+    assert own_node.stop() == 0
+    assert own_node.held() == []
+
+
 def test_stop_pauses_and_leaves_nothing() -> None:
     node = NodeProcess().start()
     box = Sandbox.create("base", timeout=600, **node.options)

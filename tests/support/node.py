@@ -52,6 +52,12 @@ class NodeProcess:
         """Of the VMM processes."""
         return {int(thing.split()[1]) for thing in self.held() if re.match(r"process: \d+ \S*qemu-system", thing)}
 
+    def blockd_pid(self) -> int:
+        """Of the one that serves, which is not root any more; its companion that unmounts is."""
+        pids = [int(thing.split()[1]) for thing in self.held() if re.match(r"process: \d+ \S*blockd ", thing)]
+        (pid,) = (pid for pid in pids if Path(f"/proc/{pid}").stat().st_uid != 0)
+        return pid
+
     @staticmethod
     def host_addresses() -> list[str]:
         """IPv4 addresses of this machine outside loopback, the slots' included."""

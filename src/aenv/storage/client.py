@@ -108,6 +108,17 @@ class BlockdClient:
     def __init__(self, socket_path: Path, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._socket_path = socket_path
         self._timeout_s = timeout_s
+        self._open = asyncio.Event()
+        self._open.set()
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """While blockd is replaced: calls that begin meanwhile wait for the end of this, in their own time."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
 
     # images
 
@@ -253,6 +264,7 @@ class BlockdClient:
         )
         try:
             async with asyncio.timeout(self._timeout_s):
+                await self._open.wait()
                 status, answer = await self._send(head.encode() + content, fds)
         except TimeoutError as error:
             raise OperationFailed(f"blockd did not answer {method} {target} in {self._timeout_s:g} s") from error

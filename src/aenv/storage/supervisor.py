@@ -1,4 +1,4 @@
-"""Starts, adopts and stops the node's blockd, which outlives this process.
+"""Starts, adopts, watches and stops the node's blockd, which outlives this process.
 
 The ledger entry `blockd.daemon` names it by pid and start time. Knows nothing of images.
 """
@@ -64,6 +64,13 @@ async def stop_blockd(settings: Settings, ledger: Ledger) -> None:
                 break
     _socket(settings).unlink(missing_ok=True)
     ledger.erase(_LEDGER_KIND, _LEDGER_NAME)
+
+
+async def blockd_ended(ledger: Ledger) -> None:
+    """Return when the blockd in the ledger has ended; at once when there is none."""
+    pid = _recorded(ledger)
+    if pid is not None:
+        await _wait_for_end(pid, None)
 
 
 def _socket(settings: Settings) -> Path:
@@ -155,20 +162,25 @@ def _first_line(descriptor: int, timeout_s: float) -> bytes:
     return line
 
 
-async def _wait_for_end(pid: int, timeout_s: float) -> bool:
+async def _wait_for_end(pid: int, timeout_s: float | None) -> bool:
     """Whether the process ended in time."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pidfd, ended.set)
     try:
-        ended, _, _ = await asyncio.to_thread(select.select, [pidfd], [], [], timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
+    except TimeoutError:
+        return False
     finally:
+        loop.remove_reader(pidfd)
         os.close(pidfd)
-    if ended:
-        with suppress(ChildProcessError):  # an adopted one is not our child
-            os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 (does not wait)
-    return bool(ended)
+    with suppress(ChildProcessError):  # an adopted one is not our child
+        os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 (does not wait)
+    return True
 
 
 def _said_since(log_path: Path, offset: int) -> str:
