@@ -127,6 +127,37 @@ async def test_a_server_may_die_while_it_recovers(world: World, name: str) -> No
     await server.end()
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+async def test_a_server_may_be_cut_short_at_any_call(world: World, name: str) -> None:
+    """Its tasks are cancelled, so unlike one that dies it cleans up on the way out. Nobody is left waiting."""
+    server = await world.server()
+    scene = await Scene.of(server)
+    server.gate.begin()
+    await OPERATIONS[name](server, scene)
+    await server.quiet()
+    count = len(server.gate.calls)
+    await server.end()
+    for number in range(count):
+        scene = await Scene.of(server)
+        server.gate.begin()
+        server.gate.reached.clear()
+        server.gate.hold_at = number
+        asking = asyncio.ensure_future(OPERATIONS[name](server, scene))
+        await server.gate.reached.wait()
+        await server.tasks.close()
+        (answer,) = await asyncio.wait_for(asyncio.gather(asking, return_exceptions=True), 10)
+        done = not isinstance(answer, BaseException) and (name != "fork" or all(hasattr(c, "id") for c in answer))
+        await server._database.close()
+        server = await world.server()
+        try:
+            await server.check()
+            await what_was_promised_is_so(server, scene, name, done=done, answer=answer)
+            await server.end()
+        except BaseException as error:
+            error.add_note(f"cut short at call {number}")
+            raise
+
+
 async def test_only_what_is_on_stable_storage_survives_the_host(world: World) -> None:
     gate = Gate()
     server = await world.server(gate)

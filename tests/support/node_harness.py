@@ -43,7 +43,7 @@ from aenv.snapshots.store import SnapshotStore
 from aenv.storage.client import BlockdClient
 from aenv.storage.supervisor import ensure_blockd, stop_blockd
 from aenv.templates.base import BaseTemplate
-from aenv.testing.clock import FakeClock
+from aenv.testing.clock import FakeClock, settle
 from aenv.testing.fake_driver import FakeDriver
 from aenv.testing.fake_network import FakeFrontDoor, FakeNetwork, FakeSlotPool, attachment
 from aenv.testing.fake_succession import FakeSuccessionDriver
@@ -65,8 +65,8 @@ class Gate:
     """The calls of one server, in order, as `disk.snapshot`, `database.write` …
 
     `fail`: the next call of that name raises; `errors`: the n-th call does. `hold`: the next one of that name waits for
-    the event. `die_at`: the server dies at that call, before it takes effect or after; like every later one it never
-    returns, so nothing is cleaned up.
+    the event; `hold_at`: the n-th call waits for good. `die_at`: the server dies at that call, before it takes effect
+    or after; like every later one it never returns, so nothing is cleaned up.
     """
 
     def __init__(self) -> None:
@@ -78,6 +78,7 @@ class Gate:
         self.hold: dict[str, asyncio.Event] = {}
         self.reached = asyncio.Event()
         """Something is held, or the server has died."""
+        self.hold_at: int | None = None
         self.die_at: int | None = None
         self.die_after = False
         self.dead = False
@@ -98,6 +99,9 @@ class Gate:
         await self._live()
         number = len(self.calls)
         self.calls.append(name)
+        if number == self.hold_at:
+            self.hold_at = None
+            self.hold[name] = asyncio.Event()
         if event := self.hold.pop(name, None):
             self.reached.set()
             await event.wait()
@@ -210,6 +214,7 @@ class World:
     async def close(self) -> None:
         for server in self.servers:
             await server.bury()
+        await settle()
         self.network.close()
         for pid in list(self.host.processes):
             self.host.kill(pid)
@@ -233,10 +238,7 @@ class World:
         for pid in list(self.host.processes):
             self.host.kill(pid)
         await stop_blockd(self.settings, Ledger(self.paths.ledger))
-        for index in list(self.network.slots):
-            self.network.slots.pop(index)
-            self.network.agents.pop(index).close()
-        self.network.routes.clear()
+        self.network.lose_all()
         shutil.rmtree(self.paths.runtime)
         make_directories(self.paths, self.settings)
         self.boot_id = f"{self.boot_id}+"
@@ -456,7 +458,8 @@ def collected_logs() -> Iterator[list[dict[str, Any]]]:
 
 @contextlib.asynccontextmanager
 async def open_world(kind: CaptureKind, *, home: Path | None = None, **settings: Any) -> AsyncIterator[World]:
-    directory = Path(tempfile.mkdtemp(prefix="aenv-n-", dir="/tmp"))
+    memory = Path("/dev/shm")  # most of the time on a disk would be waiting for it to sync
+    directory = Path(tempfile.mkdtemp(prefix="aenv-n-", dir=memory if memory.is_dir() else "/tmp"))
     directory.chmod(0o755)
     world = World(directory, kind, home, **settings)
     with collected_logs() as world.logs:

@@ -34,6 +34,7 @@ class FakeNetwork:
         self.routes: dict[SandboxId, Route] = {}
         self.mistakes: list[str] = []
         """What a node must never do; tests demand that it is empty."""
+        self._retired: list[FakeAgent] = []
         self._indexes = itertools.count(1)
         self._net = f"127.{128 + os.getpid() % 100}"
 
@@ -51,15 +52,23 @@ class FakeNetwork:
         if slot is None:
             self.mistakes.append(f"slot {index} freed twice")
             return
-        self.agents.pop(index).close()
+        # Its socket stays: closing one that is just accepting a connection loses that one.
+        self._retired.append(self.agents.pop(index))
         for sandbox, route in self.routes.items():
             if route.address == slot.host_address:
                 self.mistakes.append(f"slot {index} freed under the route of {sandbox}")
         if self.host.process_on(attachment(slot)) is not None:
             self.mistakes.append(f"slot {index} freed under a VM")
 
+    def lose_all(self) -> None:
+        """As when the host's power fails."""
+        self._retired += self.agents.values()
+        for things in (self.slots, self.agents, self.policies, self.routes):
+            things.clear()
+
     def close(self) -> None:
-        for agent in self.agents.values():
+        """Nobody may be connecting any more."""
+        for agent in (*self._retired, *self.agents.values()):
             agent.close()
 
 
