@@ -5,8 +5,6 @@ starts cannot pass together.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from aenv.errors import NoCapacity, StorageFull
@@ -36,16 +34,6 @@ class Capacity:
 
     def give_memory(self, memory_mib: int) -> None:
         self.memory_taken_mib -= memory_mib
-
-    @contextmanager
-    def memory(self, memory_mib: int) -> Iterator[None]:
-        """Count a machine in; on failure of what follows, out again. Raises: NoCapacity."""
-        self.take_memory(memory_mib)
-        try:
-            yield
-        except BaseException:
-            self.give_memory(memory_mib)
-            raise
 
     def check_disk(self, path: Path | None = None) -> None:
         """Raises: StorageFull when less than the minimum is free."""
