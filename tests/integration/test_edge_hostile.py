@@ -111,6 +111,14 @@ async def test_broken_chunks_end_the_upload_not_the_sandbox(edge, sandbox):
     assert (await edge.client.get("/", headers=to("iaaa", sandbox.port))).status_code == 200
 
 
+async def test_a_broken_body_is_the_clients_fault(edge, sandbox):
+    control = await Server("api").listen_unix(edge.control_socket)
+    for where in (raw_to("iaaa", sandbox.port), b"Host: api\r\n"):
+        answer = await edge.exchange(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + where + b"\r\n5\r\nhelloXX")
+        assert (answer.status, json.loads(answer.body)["code"]) == (400, 400)
+    await control.close()
+
+
 async def test_pipelined_requests_are_answered_in_order(edge, sandbox):
     client = await edge.raw()
     one = b"POST /%d HTTP/1.1\r\nContent-Length: 1\r\n" + raw_to("iaaa", sandbox.port) + b"\r\nx"

@@ -169,6 +169,7 @@ impl Proxy {
         );
         match self.control.send(lease, head, body).await {
             Ok((response, lease)) => passed_on(client, response, lease, None),
+            Err(Failure::Body(_)) => broken_body(),
             // It may have acted on the request; only the client knows whether twice is harmless.
             Err(failure @ Failure::Lost(_)) => unavailable(&cause(&failure), repeatable),
             Err(failure) => unavailable(&cause(&failure), true),
@@ -238,6 +239,7 @@ impl Proxy {
                 Some(attachment) => passed_on(client, response, lease, Some(attachment)),
                 None => not_found(&id),
             },
+            Err(Failure::Body(_)) if !route.has_ended() => broken_body(),
             Err(failure @ Failure::Lost(_)) if !route.has_ended() => {
                 METRICS.broken.add();
                 log::line(&format!(
@@ -289,6 +291,12 @@ fn not_found(id: &str) -> Answer {
     answers::sandbox_not_found(id)
 }
 
+/// The client may have hung up; then nobody reads this.
+fn broken_body() -> Answer {
+    METRICS.refused.add();
+    answers::refusal(400, "The request's body is malformed or broke off")
+}
+
 fn refused(refusal: &Refusal) -> Answer {
     match refusal {
         Refusal::ControlCall => answers::refusal(404, "There is no such path"),
@@ -333,7 +341,7 @@ fn cause(failure: &Failure) -> String {
     match failure {
         Failure::RouteEnded => "the route ended".to_owned(),
         Failure::Connect(error) => error.to_string(),
-        Failure::Lost(error) => std::error::Error::source(error)
+        Failure::Lost(error) | Failure::Body(error) => std::error::Error::source(error)
             .map_or(error.to_string(), |source| format!("{error}: {source}")),
     }
 }

@@ -56,6 +56,19 @@ pub enum Failure {
     Connect(io::Error),
     /// The connection broke, or what came was not HTTP. The request may have been acted on.
     Lost(hyper::Error),
+    /// The client's body broke off or was not HTTP, so the request was given up. A part of it may have been acted on.
+    Body(hyper::Error),
+}
+
+impl Failure {
+    fn of(error: hyper::Error) -> Self {
+        // What is passed on is taken from the client's connection, so "user" is the client here.
+        if error.is_user() {
+            Self::Body(error)
+        } else {
+            Self::Lost(error)
+        }
+    }
 }
 
 /// One endpoint with the pool its connections come from. When `ended` is cancelled every connection closes, in use or not.
@@ -109,13 +122,13 @@ impl Upstream {
         let again =
             unsent.or_else(|| spare.map(|head| Request::from_parts(head, RequestBody(None))));
         let Some(request) = again.filter(|_| used) else {
-            return Err(Failure::Lost(error.into_error()));
+            return Err(Failure::of(error.into_error()));
         };
         METRICS.retries.add();
         let mut lease = self.connect().await?;
         match lease.sender.try_send_request(request).await {
             Ok(response) => Ok((response, lease)),
-            Err(error) => Err(Failure::Lost(error.into_error())),
+            Err(error) => Err(Failure::of(error.into_error())),
         }
     }
 
