@@ -80,7 +80,7 @@ class Blockd:
 async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     """Return when `condition` holds; for what nobody announces."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 
