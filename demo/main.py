@@ -65,14 +65,15 @@ def node(timeline: Timeline, directory: Path) -> Iterator[dict[str, str]]:
         "AENV_TEMPLATE_VCPUS": "1",
         "AENV_TEMPLATE_MEMORY_MIB": "512",
     }
-    timeline.say("starting a node (builds the template `base`: boot, settle, capture)")
+    timeline.say("starting a node (builds the template `base`: boot, settle, capture; some ten seconds)")
     command = [sys.executable, "-m", "aenv.cli.main", "server", "--listen", "127.0.0.1:0"]
-    server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    with (directory / "log").open("w") as log:
+        server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
     assert server.stdout is not None
     try:
         ready = server.stdout.readline().split()
         if not ready or ready[0] != "ready":
-            raise SystemExit("the node did not start; see its messages above")
+            raise SystemExit("the node did not start:\n" + (directory / "log").read_text())
         url = ready[1]
         key = (directory / "home/secrets/api-key").read_text().strip()
         yield {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": key}
@@ -205,6 +206,8 @@ def main() -> int:
             scenario(timeline)
         left = held_by((directory / "home/instance-id").read_text().strip(), directory)
         timeline.check("nothing is left on the host", held=not left, detail="; ".join(left))
+        if timeline.failures:
+            console.print("The node's log:", (directory / "log").read_text(), sep="\n", markup=False)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     console.print(timeline.table())

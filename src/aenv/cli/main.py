@@ -7,7 +7,6 @@ import logging
 import sys
 from typing import Annotated
 
-import structlog
 import typer
 
 from aenv import __version__
@@ -18,6 +17,7 @@ from aenv.settings import Settings
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
+    pretty_exceptions_show_locals=False,  # settings and tokens are among them
     help="Reinforcement-learning environments as forkable microVMs.",
 )
 
@@ -40,6 +40,8 @@ def server(
 
 def _configure_logs(log_format: str) -> None:
     """Structured lines on standard error: for people on a terminal, JSON elsewhere."""
+    import structlog
+
     people = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     # Neither form shows local variables: settings and tokens are among them.
     traceback: structlog.typing.Processor
@@ -103,6 +105,11 @@ def main() -> None:
         print(f"aenv: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"  {error.hint}", file=sys.stderr)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("aenv."):
+            raise
+        print(f"aenv: this command needs the module {error.name}\n  install aenv[server]", file=sys.stderr)
         sys.exit(1)
 
 
