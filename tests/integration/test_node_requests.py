@@ -425,6 +425,19 @@ class TestVms:
                 server.manager.get(view.id)
             await server.check()
 
+    async def test_one_that_dies_as_it_starts_is_not_waited_for(self, server: Server, world: World) -> None:
+        view = await server.create()
+        await server.manager.pause(view.id)
+        for begin in (server.create, lambda: server.manager.connect(view.id, None)):
+            world.host.fail("POST /init", Failure.HANG)
+            starting = asyncio.ensure_future(begin())
+            await until(lambda: any(process.runs for process in world.host.processes.values()))
+            world.host.kill(*world.host.processes)
+            with pytest.raises(OperationFailed, match="has ended"):
+                await starting
+            assert server.state(view) is PublicState.PAUSED
+            await server.check()
+
     @pytest.mark.parametrize("call", ["PATCH /vm", "PUT /snapshot/create"])
     async def test_one_that_refuses_a_capture_goes_on(self, server: Server, world: World, call: str) -> None:
         view = await server.create()

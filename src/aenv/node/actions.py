@@ -162,7 +162,7 @@ class Actions:
                     policy=record.policy,
                 )
             request = init_request(record, services.tokens, now=services.clock.now(), dns_servers=services.dns_servers)
-            await machine.guest.init(request, timeout_s=services.settings.restore_timeout_s)
+            await machine.ask(machine.guest.init(request, timeout_s=services.settings.restore_timeout_s))
         except BaseException:
             if machine is not None:
                 await services.machines.release(machine)
@@ -307,7 +307,8 @@ class Actions:
         await self._services.capturer.roll_back(self._running_machine())
 
     async def _thaw(self, ticket: Ticket, _: Step | None) -> None:
-        await self._running_machine().guest.unfreeze()
+        machine = self._running_machine()
+        await machine.ask(machine.guest.unfreeze())
 
     # never failing
 

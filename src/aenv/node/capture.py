@@ -137,7 +137,7 @@ class Capturer:
 
     async def _freeze(self, machine: Machine, *, required: bool) -> bool:
         try:
-            result = await machine.guest.freeze(self._machines.settings.freeze_timeout_s)
+            result = await machine.ask(machine.guest.freeze(self._machines.settings.freeze_timeout_s))
             reason = result.reason
             if result.frozen:
                 return True
@@ -158,10 +158,10 @@ class Capturer:
         request = InitRequest(timestamp=self._clock.now(), entropy=secrets.token_bytes(32), thaw=True)
         try:
             try:
-                await machine.guest.init(request, timeout_s=self._machines.settings.freeze_timeout_s)
+                await machine.ask(machine.guest.init(request, timeout_s=self._machines.settings.freeze_timeout_s))
             except (GuestUnresponsive, OperationFailed) as error:
                 log.warning("guest did not take the time; thawing it", owner=machine.owner, error=error.message)
-                await machine.guest.unfreeze()
+                await machine.ask(machine.guest.unfreeze())
         except (GuestUnresponsive, OperationFailed) as error:
             log.error("guest did not thaw", owner=machine.owner, error=error.message)
 

@@ -1,13 +1,19 @@
-"""A machine: what one running computer holds on this host. Values only; machines.py makes, captures and frees them."""
+"""A machine: what one running computer holds on this host. machines.py makes and frees
+them, capture.py captures them."""
 
+import asyncio
+from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from aenv.errors import OperationFailed
 from aenv.guest.client import EnvdClient
 from aenv.ids import LayerId, MachineId
 from aenv.network.slot import Slot
 from aenv.vmm.contract import Manifest, Vm, VmRecord
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,22 @@ class Machine:
     @property
     def layers(self) -> tuple[LayerId, ...]:
         return self.disk_layers + self.memory_layers
+
+    async def ask(self, call: Coroutine[Any, Any, T]) -> T:
+        """The answer to `call`, one of `guest`'s, which by itself does not notice the end of the VM.
+
+        Raises: what the call raises; OperationFailed when the VM ends before.
+        """
+        calling, ending = asyncio.ensure_future(call), asyncio.ensure_future(self.vm.wait())
+        try:
+            await asyncio.wait((calling, ending), return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                return calling.result()
+            raise OperationFailed(f"the VM of {self.owner} has ended: {ending.result()}")
+        finally:
+            for task in (calling, ending):
+                task.cancel()
+            await asyncio.gather(calling, ending, return_exceptions=True)
 
     def to_json(self) -> dict[str, Any]:
         """What `Machines.adopt` needs."""

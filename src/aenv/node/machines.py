@@ -93,19 +93,11 @@ class Machines:
 
     async def _come_up(self, machine: Machine) -> None:
         """Return when the guest answers. Raises: OperationFailed, with what it said last, when it ends or is silent."""
-        healthy = asyncio.ensure_future(machine.guest.wait_healthy(self.settings.boot_timeout_s))
-        ended = asyncio.ensure_future(machine.vm.wait())
         try:
-            await asyncio.wait((healthy, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not healthy.done():
-                raise OperationFailed(f"the guest did not come up: {await ended}")
-            await healthy
+            await machine.ask(machine.guest.wait_healthy(self.settings.boot_timeout_s))
         except GuestUnresponsive as error:
             tail = (await machine.vm.console())[-2000:]
             raise OperationFailed(f"the guest did not come up: {error.message}\n{tail}") from error
-        finally:
-            healthy.cancel()
-            ended.cancel()
 
     async def restore(
         self,

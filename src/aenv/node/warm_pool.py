@@ -13,7 +13,7 @@ import structlog
 
 from aenv.aiokit import TaskSet
 from aenv.errors import AenvError
-from aenv.guest.client import InitRequest
+from aenv.guest.client import EnvdClient, InitRequest
 from aenv.ids import SnapshotId
 from aenv.network.policy import NetworkPolicy
 from aenv.node.machine import Machine, Shape
@@ -106,15 +106,19 @@ class WarmPool:
             background=True,
         )
         try:
-            await machine.guest.init(_run_in_request(), timeout_s=self._machines.settings.restore_timeout_s)
-            for _ in range(_RUN_IN_COMMANDS):
-                await machine.guest.run(_RUN_IN_COMMAND, user="user")
-            await machine.guest.freeze(self._machines.settings.freeze_timeout_s)
+            await machine.ask(self._run_in(machine.guest))
             await machine.vm.suspend()
         except BaseException:
             await self._machines.release(machine)
             raise
         return machine
+
+    async def _run_in(self, guest: EnvdClient) -> None:
+        settings = self._machines.settings
+        await guest.init(_run_in_request(), timeout_s=settings.restore_timeout_s)
+        for _ in range(_RUN_IN_COMMANDS):
+            await guest.run(_RUN_IN_COMMAND, user="user")
+        await guest.freeze(settings.freeze_timeout_s)
 
 
 def _run_in_request() -> InitRequest:

@@ -133,7 +133,7 @@ class BaseTemplate:
         return self._snapshots.get(snapshot_id)
 
     async def _settle_and_capture(self, machine: Machine, holder: str) -> Capture:
-        result = await machine.guest.run(_SETTLE, user="root")
+        result = await machine.ask(machine.guest.run(_SETTLE, user="root"))
         if result.exit_code != 0:
             log.warning(
                 "settling ended with an error",
