@@ -64,7 +64,7 @@ def _root() -> Finding:
 
 
 def _kernel() -> Finding:
-    return Finding("kernel", Verdict.OK, f"Linux {platform.release()} {platform.machine()}")
+    return Finding("host", Verdict.OK, f"Linux {platform.release()} {platform.machine()}")
 
 
 async def _vmm(settings: Settings) -> Finding:
@@ -129,10 +129,10 @@ def _programs() -> Finding:
 
 def _assets(settings: Settings) -> list[Finding]:
     return [
-        Finding(status.name, Verdict.OK, f"{status.path} ({status.size_bytes // MIB} MiB)")
+        Finding(f"guest: {status.name}", Verdict.OK, f"{status.path} ({status.size_bytes // MIB} MiB)")
         if status.present
         else Finding(
-            status.name,
+            f"guest: {status.name}",
             Verdict.WARNING,
             "not built yet",
             "built at the first start, or now by `aenv assets build`",

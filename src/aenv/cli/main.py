@@ -3,6 +3,7 @@ cannot.
 """
 
 import asyncio
+import errno
 import logging
 import sys
 from typing import Annotated
@@ -13,6 +14,9 @@ from aenv import __version__
 from aenv.cli import host
 from aenv.errors import AenvError
 from aenv.settings import Settings
+
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""How a host says that it is read-only, full, or not ours."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -79,11 +83,16 @@ def lifecycle(
     """Create, pause, resume, snapshot and fork, beside a bare VMM in the same run. Needs root."""
     from aenv.bench.lifecycle import measure
     from aenv.bench.report import as_json, print_table
+    from aenv.server import require_root
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    counts = sorted({int(count) for count in forks.split(",") if count.strip()})
+    require_root()
+    try:
+        counts = sorted({int(count) for count in forks.split(",") if count.strip()})
+    except ValueError as error:
+        raise typer.BadParameter(f"{forks!r} is not a list of numbers", param_hint="--forks") from error
     conditions, comparisons = asyncio.run(measure(rounds, counts, progress))
     if json_output:
         print(as_json(conditions, comparisons))
@@ -105,6 +114,11 @@ def main() -> None:
         print(f"aenv: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"  {error.hint}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        print(f"aenv: {error}", file=sys.stderr)
         sys.exit(1)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("aenv."):

@@ -27,7 +27,9 @@ def show(output: Output | None, value: Any, columns: Sequence[str], rows: Iterab
     if choose(output) is Output.JSON:
         print(json.dumps(value, indent=2))
         return
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")  # a path cut short is of no use
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
     Console().print(table)

@@ -87,7 +87,7 @@ class SnapshotStore:
             name = reference.rsplit("/", 1)[-1].removesuffix(":default")
             record = self._records.get(self._names.get(name, SnapshotId("")))
         if record is None or record.kind in (Kind.PAUSE, Kind.FORK):
-            raise NotFound(f"template '{reference}' not found", hint="`aenv template list` shows what there is")
+            raise NotFound(f"template '{reference}' not found", hint="there are `base` and the snapshots you made")
         return record
 
     def all(self, *kinds: Kind) -> list[SnapshotRecord]:

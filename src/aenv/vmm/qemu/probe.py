@@ -59,7 +59,9 @@ async def probe(accelerator: str) -> Host:
     tsc_khz = await asyncio.to_thread(measure_tsc_khz)
     problem = "" if accelerator == Accelerator.TCG else await probe_kvm(binary)
     if accelerator == Accelerator.KVM and problem:
-        raise HostUnsupported(f"KVM was asked for but cannot be used: {problem}", hint="set accelerator to auto or tcg")
+        raise HostUnsupported(
+            f"KVM was asked for but cannot be used: {problem}", hint="set AENV_ACCELERATOR to auto or tcg"
+        )
     if accelerator == Accelerator.TCG or problem:
         cpu = _EMULATED_CPU if _numbers(version) >= _CX16_SOUND else f"{_EMULATED_CPU},-cx16"
         reason = f"emulation (TCG): {problem or 'chosen by the setting'}"
