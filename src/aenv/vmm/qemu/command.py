@@ -53,7 +53,8 @@ class Platform:
 
     @property
     def arguments(self) -> list[str]:
-        options = "memory-backend=m0,mem-merge=off,dump-guest-core=off"
+        # Without the last, QEMU warns at each restore that a bare device state lacks a description of itself.
+        options = "memory-backend=m0,mem-merge=off,dump-guest-core=off,suppress-vmdesc=on"
         if self.accelerator is Accelerator.KVM:
             return ["-M", f"microvm,pit=off,pic=off,rtc=on,{options}", "-accel", "kvm", "-cpu", self.cpu]
         # Emulated, the guest hangs without the legacy timers.
