@@ -65,7 +65,7 @@ def node(timeline: Timeline, directory: Path) -> Iterator[dict[str, str]]:
         "AENV_TEMPLATE_VCPUS": "1",
         "AENV_TEMPLATE_MEMORY_MIB": "512",
     }
-    timeline.say("starting a node (builds the template `base`: boot, settle, capture; some ten seconds)")
+    timeline.say("starting a node: boots the template `base` (some ten seconds)")
     command = [sys.executable, "-m", "aenv.cli.main", "server", "--listen", "127.0.0.1:0"]
     with (directory / "log").open("w") as log:
         server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)

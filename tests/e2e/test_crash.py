@@ -114,6 +114,20 @@ def test_stop_pauses_and_leaves_nothing() -> None:
     node.close()
 
 
+@pytest.mark.parametrize("step", ["importing", "booting", "settling"])
+def test_a_start_that_is_given_up_leaves_nothing(step: str) -> None:
+    node = NodeProcess()
+    node.spawn()
+    deadline = time.monotonic() + 120
+    while f"template base: {step}" not in node.log:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert node.stop() == 0
+    assert "stopped before it was ready" in node.log
+    assert node.held() == []
+    node.start().close()
+
+
 def test_keep_running() -> None:
     node = NodeProcess().start()
     box = Sandbox.create("base", timeout=600, **node.options)

@@ -73,8 +73,8 @@ class NodeProcess:
     def log(self) -> str:
         return (self.directory / "server.log").read_text()
 
-    def start(self, *arguments: str) -> "NodeProcess":
-        """Start and wait until it is ready; a restarted node gets the port it had."""
+    def spawn(self, *arguments: str) -> None:
+        """Start, without waiting; a restarted node gets the port it had."""
         with (self.directory / "server.log").open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "aenv.cli.main", "server", "--listen", self._listen, *arguments],
@@ -83,6 +83,11 @@ class NodeProcess:
                 stderr=log,
                 text=True,
             )
+
+    def start(self, *arguments: str) -> "NodeProcess":
+        """Start and wait until it is ready."""
+        self.spawn(*arguments)
+        assert self._process is not None
         assert self._process.stdout is not None
         watchdog = threading.Timer(READY_TIMEOUT_S, self._process.kill)
         watchdog.start()
