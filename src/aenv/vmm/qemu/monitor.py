@@ -33,6 +33,9 @@ class Monitor:
         client.logger = _session_log
         migration = EventListener(("MIGRATION",))
         client.register_listener(migration)
+        # The library's own negotiation takes an event that comes before the answer for a failure, and QEMU, which is
+        # loading a state meanwhile, may send one.
+        client.negotiate = False
         try:
             await client.connect(connection)
         except (QMPError, OSError, EOFError) as error:
@@ -41,7 +44,16 @@ class Monitor:
         except BaseException:
             connection.close()
             raise
-        return cls(client, migration)
+        monitor = cls(client, migration)
+        try:
+            await monitor.execute("qmp_capabilities")
+        except OperationFailed as error:
+            await monitor.close()
+            raise MonitorLostError(error.message) from error
+        except BaseException:
+            await monitor.close()
+            raise
+        return monitor
 
     async def execute(self, command: str, arguments: dict[str, object] | None = None) -> Any:
         """Raises: OperationFailed when QEMU refuses it, MonitorLostError."""
