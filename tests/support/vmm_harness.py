@@ -214,7 +214,9 @@ class QemuHarness(PlainHarness):
 
     def holdings(self) -> list[str]:
         processes = [f"{pid} {name}" for pid, name in processes_named(f"aenv-{self._bench.instance_id}-")]
-        groups = Path("/sys/fs/cgroup").glob(f"**/aenv-{self._bench.instance_id}/*/")
+        # Where a hierarchy may be, and no deeper: other nodes' groups come and go meanwhile.
+        root, node = Path("/sys/fs/cgroup"), f"aenv-{self._bench.instance_id}"
+        groups = [*root.glob(f"{node}/*/"), *root.glob(f"*/{node}/*/")]
         return [*_descriptors(), *processes, *(str(group) for group in groups), *self._files()]
 
     def _network(self) -> NetworkAttachment:
