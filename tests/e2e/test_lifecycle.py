@@ -9,11 +9,11 @@ from tests.support.node import NodeProcess
 
 pytestmark = pytest.mark.vm
 
-COUNTER = "i=0; while true; do i=$((i+1)); echo $i > /tmp/counter; sleep 0.05; done"
+COUNTER = "i=0; while true; do i=$((i+1)); echo $i >> /tmp/counter; sleep 0.05; done"
 
 
 def counter(sandbox: Sandbox) -> int:
-    return int(sandbox.commands.run("cat /tmp/counter").stdout or 0)
+    return int(sandbox.commands.run("tail -n 1 /tmp/counter").stdout)
 
 
 def boot_id(sandbox: Sandbox) -> str:
