@@ -23,7 +23,7 @@ from aenv.api.app import create_app
 from aenv.api.keys import load_api_key
 from aenv.clock import SystemClock
 from aenv.database import Database
-from aenv.errors import Conflict, HostUnsupported
+from aenv.errors import Conflict, HostUnsupported, OperationFailed
 from aenv.guest.assets import ensure_assets
 from aenv.ids import InstanceId, new_instance_id
 from aenv.ledger import Ledger
@@ -199,7 +199,12 @@ async def _serve_api(stack: AsyncExitStack, manager: SandboxManager, settings: S
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(), name="api")
-    await asyncio.wait((serving, asyncio.create_task(server.listening.wait())), return_when=asyncio.FIRST_COMPLETED)
+    listening = asyncio.create_task(server.listening.wait())
+    await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
+    if not listening.done():
+        listening.cancel()
+        await serving
+        raise OperationFailed(f"the API does not listen on {paths.control_socket}")
 
     async def end() -> None:
         server.should_exit = True

@@ -1,7 +1,8 @@
 //! The files of a log-structured upper: making, recovering, appending, marking, sealing. Knows
 //! nothing of reads or of what lies below.
 //!
-//! Both files only grow. Source: docs/formats/lsmt.md, "Upper".
+//! Both files only grow. Source: docs/formats/lsmt.md, "Upper". Making, recovering and sealing stay in
+//! one module, a little long: they keep the same invariants over the same two files.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
