@@ -2,44 +2,27 @@
 //!
 //! The API is docs/protocols/blockd.md, the file format docs/formats/lsmt.md. From the bottom up:
 //!
-//! * `format`, `index`: layout and arithmetic, no I/O; `backend`: files, replaceable in tests.
-//! * `layer`, `stack`, `upper`, `disk`, `frozen`: the engine.
-//! * `writer`, `pages`, `capture`, `import`: making layers.
-//! * `exports`, `fuse`, `mount`: the file system; `images`: the table of what is open.
-//! * `connection`, `api`, `server`: HTTP on a unix socket; `main`, `process`: start and end.
+//! * `format`: layout and arithmetic, no I/O; `backend`: files, replaceable in tests.
+//! * `layer`: sealed layers and stacks, and how they are made; `memory`: layers of guest memory.
+//! * `image`: disks and memory files, and the table of what is open.
+//! * `export`: the file system and its mount; `server`: HTTP on a unix socket.
+//! * `main`, `process`: start and end.
 
-mod api;
 mod backend;
-mod capture;
-mod connection;
-mod disk;
-#[cfg(test)]
-mod disk_tests;
 mod error;
-mod exports;
+mod export;
 mod format;
-mod frozen;
-mod fuse;
-mod images;
-mod import;
-mod index;
+mod image;
 mod layer;
-#[cfg(test)]
-mod layer_tests;
 mod logger;
+mod memory;
 mod metrics;
-mod mount;
-mod pages;
 mod pool;
 mod process;
 mod server;
-mod stack;
-mod strand;
 #[cfg(test)]
 mod testing;
-mod upper;
 mod uuid;
-mod writer;
 
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -48,14 +31,14 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use crate::api::Api;
 use crate::backend::HostFiles;
 use crate::error::{Context, Error, Result};
-use crate::exports::Exports;
-use crate::images::Images;
-use crate::layer::LayerStore;
-use crate::mount::Mount;
+use crate::export::mount::Mount;
+use crate::export::nodes::Exports;
+use crate::image::table::Images;
+use crate::layer::sealed::LayerStore;
 use crate::pool::Pool;
+use crate::server::api::Api;
 
 const USAGE: &str = "usage: blockd --socket PATH --mount DIR --uid N [--log PATH]";
 /// For flushes, write-outs and what waits on a seal; a disk uses one of them at a time.
@@ -120,7 +103,7 @@ fn run(arguments: &Arguments) -> std::result::Result<(), (u8, Error)> {
     process::raise_descriptor_limit();
     refuse_second(&arguments.socket).map_err(failure)?;
     let (mount, device) =
-        mount::mount(&arguments.mount).map_err(|error| (EXIT_UNAVAILABLE, error))?;
+        export::mount::mount(&arguments.mount).map_err(|error| (EXIT_UNAVAILABLE, error))?;
     serve(arguments, mount, device).map_err(failure)
 }
 
@@ -144,7 +127,7 @@ fn serve(arguments: &Arguments, mount: Mount, device: OwnedFd) -> Result<()> {
     std::thread::Builder::new()
         .name("http".into())
         .spawn(move || {
-            let Err(error) = server::serve(listener, served);
+            let Err(error) = server::listen::serve(listener, served);
             log::error!("serve: {error}");
             process::ask_to_end();
         })
@@ -176,7 +159,7 @@ fn start_session(
     config.n_threads = Some((2 * cpus).clamp(4, 32));
     config.acl = fuser::SessionACL::All;
     fuser::Session::from_fd(
-        fuse::FileSystem::new(exports),
+        export::fuse::FileSystem::new(exports),
         device,
         fuser::SessionACL::All,
         config,

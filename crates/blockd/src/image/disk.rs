@@ -13,11 +13,11 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
 use crate::backend::{Files, Lock};
 use crate::error::{Code, Context, Error, Result};
-use crate::format::SECTOR;
-use crate::index::{ExtentMap, Place, split};
-use crate::layer::{Layer, LayerStore};
-use crate::stack::Stack;
-use crate::upper::{SealError, Upper};
+use crate::format::lsmt::SECTOR;
+use crate::image::upper::{SealError, Upper};
+use crate::layer::index::{ExtentMap, Place, split};
+use crate::layer::sealed::{Layer, LayerStore};
+use crate::layer::stack::Stack;
 use crate::uuid::Uuid;
 
 struct View {

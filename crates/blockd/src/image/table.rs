@@ -7,16 +7,16 @@ use std::sync::Arc;
 use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
 
-use crate::disk::{Disk, Sealed};
 use crate::error::{Code, Error, Result};
-use crate::exports::{Content, Export, Exports, Node};
-use crate::format::{MAX_VIRTUAL_SIZE, SECTOR};
-use crate::frozen::Frozen;
-use crate::layer::LayerStore;
+use crate::export::nodes::{Content, Export, Exports, Node};
+use crate::export::strand::Strand;
+use crate::format::lsmt::{MAX_VIRTUAL_SIZE, SECTOR};
+use crate::image::disk::{Disk, Sealed};
+use crate::image::frozen::Frozen;
+use crate::image::upper::Upper;
+use crate::layer::sealed::LayerStore;
+use crate::layer::stack::Stack;
 use crate::pool::Pool;
-use crate::stack::Stack;
-use crate::strand::Strand;
-use crate::upper::Upper;
 
 const PAGE: u64 = 4096;
 

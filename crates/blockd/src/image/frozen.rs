@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
-use crate::stack::Stack;
+use crate::layer::stack::Stack;
 
 type Read = Box<dyn FnOnce(Result<&Stack>) + Send>;
 

@@ -8,10 +8,10 @@ use parking_lot::Mutex;
 
 use crate::backend::{Blob, Files, Mode, with_suffix};
 use crate::error::{Context, Error, Result};
-use crate::format::{
+use crate::format::lsmt::{
     BLOCK, COMPACT_ENTRIES, ENTRY, Entry, FIRST_DATA_SECTOR, Header, Role, SECTOR, round_up,
 };
-use crate::index::push_joined;
+use crate::layer::index::push_joined;
 use crate::uuid::{Uuid, random_name};
 
 /// A layer in the making, under another name until it is whole. Dropping it before [`Self::finish`]

@@ -15,8 +15,8 @@ use serde::Deserialize;
 
 use crate::backend::Files;
 use crate::error::{Context, Error, Result};
-use crate::pages::{Copied, PAGE, Source, ZeroPages, check_memory_size, make_layer};
-use crate::writer::Written;
+use crate::layer::writer::Written;
+use crate::memory::pages::{Copied, PAGE, Source, ZeroPages, check_memory_size, make_layer};
 
 const PRESENT: u64 = 1 << 63;
 const SWAPPED: u64 = 1 << 62;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::format::{Entry, MAX_RUN};
+use crate::format::lsmt::{Entry, MAX_RUN};
 
 /// Appends `entry`, joined to the last one where they are neighbours.
 pub fn push_joined(out: &mut Vec<Entry>, entry: Entry) {

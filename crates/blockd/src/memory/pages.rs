@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::backend::Files;
 use crate::error::{Error, Result};
-use crate::format::{Entry, MAX_VIRTUAL_SIZE, SECTOR};
-use crate::index::push_joined;
-use crate::writer::{LayerWriter, Written};
+use crate::format::lsmt::{Entry, MAX_VIRTUAL_SIZE, SECTOR};
+use crate::layer::index::push_joined;
+use crate::layer::writer::{LayerWriter, Written};
 
 pub const PAGE: u64 = 4096;
 /// What one thread works on at a time, bytes.

@@ -15,14 +15,14 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::capture::{CaptureRequest, capture};
-use crate::connection::Descriptors;
 use crate::error::{Code, Error, Result};
-use crate::images::{Images, OpenRequest, check_paths};
-use crate::import::{DiffRequest, RawRequest, import_diff, import_raw};
+use crate::image::table::{Images, OpenRequest, check_paths};
+use crate::layer::import::{DiffRequest, RawRequest, import_diff, import_raw};
+use crate::layer::writer::Written;
+use crate::memory::capture::{CaptureRequest, capture};
+use crate::memory::pages::Copied;
 use crate::metrics::METRICS;
-use crate::pages::Copied;
-use crate::writer::Written;
+use crate::server::connection::Descriptors;
 
 /// A request names at most 255 paths of at most 4 KiB.
 const MAX_BODY: usize = 2 << 20;

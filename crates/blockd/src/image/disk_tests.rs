@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::disk::Disk;
 use crate::error::Code;
-use crate::layer::LayerStore;
-use crate::stack::Stack;
+use crate::image::disk::Disk;
+use crate::layer::sealed::LayerStore;
+use crate::layer::stack::Stack;
 use crate::testing::{MemoryFiles, Random, golden, golden_image};
 
 const SIZE: usize = 64 << 10;

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::error::{Context, Error, Result};
-use crate::format::{Entry, MAX_LAYERS, SECTOR};
-use crate::index::{compose, overlay, touching};
-use crate::layer::{Layer, LayerStore};
+use crate::format::lsmt::{Entry, MAX_LAYERS, SECTOR};
+use crate::layer::index::{compose, overlay, touching};
+use crate::layer::sealed::{Layer, LayerStore};
 
 /// Immutable. Reads take no locks.
 pub struct Stack {

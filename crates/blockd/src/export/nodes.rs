@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::RwLock;
 
-use crate::disk::Disk;
-use crate::frozen::Frozen;
-use crate::strand::Strand;
+use crate::export::strand::Strand;
+use crate::image::disk::Disk;
+use crate::image::frozen::Frozen;
 use crate::uuid::random_name;
 
 /// What is behind a file.

@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::Code;
-use crate::format::{BLOCK, Entry, Header, Role};
-use crate::layer::LayerStore;
-use crate::stack::Stack;
+use crate::format::lsmt::{BLOCK, Entry, Header, Role};
+use crate::layer::sealed::LayerStore;
+use crate::layer::stack::Stack;
 use crate::testing::{MemoryFiles, Random, golden, golden_image};
 use crate::uuid::Uuid;
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 
-use crate::api::{Api, handle};
-use crate::connection::Connection;
+use crate::server::api::{Api, handle};
+use crate::server::connection::Connection;
 
 /// Operations that may run at once; further ones wait.
 const MAX_OPERATIONS: usize = 64;

@@ -12,11 +12,11 @@ use parking_lot::Mutex;
 
 use crate::backend::{Blob, Files, Mode, with_suffix};
 use crate::error::{Context, Error, Result};
-use crate::format::{
+use crate::format::lsmt::{
     BLOCK, ENTRY, Entry, FIRST_DATA_SECTOR, Header, MAX_VIRTUAL_SIZE, Role, SECTOR, Watermark,
     round_up,
 };
-use crate::index::{ExtentMap, Place};
+use crate::layer::index::{ExtentMap, Place};
 use crate::uuid::Uuid;
 
 /// Data is written out in pieces of this many bytes …

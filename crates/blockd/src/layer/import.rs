@@ -12,9 +12,9 @@ use serde::Deserialize;
 
 use crate::backend::Files;
 use crate::error::{Context, Error, Result};
-use crate::format::{MAX_VIRTUAL_SIZE, SECTOR};
-use crate::pages::{Copied, PAGE, Source, ZeroPages, check_memory_size, make_layer};
-use crate::writer::Written;
+use crate::format::lsmt::{MAX_VIRTUAL_SIZE, SECTOR};
+use crate::layer::writer::Written;
+use crate::memory::pages::{Copied, PAGE, Source, ZeroPages, check_memory_size, make_layer};
 
 /// Body of `POST /memory/import`.
 #[derive(Debug, Deserialize)]

@@ -14,12 +14,12 @@ use fuser::{
     ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
 
-use crate::disk::Disk;
 use crate::error::{Code, Error, Result};
-use crate::exports::{Content, Exports, Node};
-use crate::format::SECTOR;
+use crate::export::nodes::{Content, Exports, Node};
+use crate::export::strand::Strand;
+use crate::format::lsmt::SECTOR;
+use crate::image::disk::Disk;
 use crate::metrics::METRICS;
-use crate::strand::Strand;
 
 /// Largest request, bytes.
 const MAX_REQUEST: u32 = 1 << 20;

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use crate::backend::{Blob, Files, Identity, Mode};
 use crate::error::{Context, Error, Result};
-use crate::format::{
+use crate::format::lsmt::{
     BLOCK, ENTRY, Entry, FIRST_DATA_SECTOR, Header, MAX_SECTOR, MAX_VIRTUAL_SIZE, Role, SECTOR,
 };
 use crate::uuid::Uuid;

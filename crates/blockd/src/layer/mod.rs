@@ -1,0 +1,9 @@
+//! Sealed layers and stacks of them: opening, reading, making. Knows nothing of disks, VMs or exports.
+
+pub mod import;
+pub mod index;
+pub mod sealed;
+pub mod stack;
+#[cfg(test)]
+mod tests;
+pub mod writer;
