@@ -88,6 +88,9 @@ const MARKED: &[u8; 256] = &{
 };
 
 impl Header {
+    /// Where the virtual size is, for changing it alone.
+    pub const VIRTUAL_SIZE_OFFSET: u64 = 48;
+
     pub fn encode(&self) -> [u8; BLOCK as usize] {
         let mut block = [0; BLOCK as usize];
         block[0..8].copy_from_slice(&MAGIC0);

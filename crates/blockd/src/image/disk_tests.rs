@@ -289,6 +289,51 @@ fn an_upper_is_refused_on_a_stack_it_does_not_continue() {
 }
 
 #[test]
+fn an_upper_grows_and_never_shrinks_and_a_failure_leaves_either_size() {
+    let grown = 2 * SIZE as u64;
+    let open = |bench: &Bench, size| {
+        let stack = Stack::open(&bench.store, &bench.layers)?;
+        Disk::open(&bench.store, stack, Path::new(UPPER), size)
+    };
+    for step in 1.. {
+        let random = &mut Random::new(step);
+        let mut bench = Bench::new();
+        bench.write(random);
+        bench.seal().unwrap();
+        bench.write(random);
+        bench.disk.close();
+        bench.files.fail_at(step);
+        let first = open(&bench, grown);
+        let failed = bench.files.has_failed();
+        bench.files.fail_at(0);
+        assert_eq!(first.is_err(), failed, "step {step}");
+        drop(first);
+        let size = open(&bench, 0).unwrap().size();
+        assert!(size == grown || (failed && size == SIZE as u64));
+        bench.disk = open(&bench, grown).unwrap();
+        let mut content = vec![0xaa; 2 * SIZE];
+        bench.disk.read(0, &mut content).unwrap();
+        assert!(content[..SIZE] == bench.model && content[SIZE..].iter().all(|&byte| byte == 0));
+        let gate = bench.disk.gate();
+        bench.disk.write(&gate, grown - 512, &[7; 512]).unwrap();
+        drop(gate);
+        bench.seal().unwrap();
+        assert_eq!(
+            bench.store.open(&bench.layers[1]).unwrap().virtual_size,
+            grown
+        );
+        bench.disk.close();
+        assert_eq!(
+            open(&bench, SIZE as u64).err().unwrap().code,
+            Code::Conflict
+        );
+        if !failed {
+            return;
+        }
+    }
+}
+
+#[test]
 fn sealing_again_for_the_same_path_answers_the_same_until_something_is_written() {
     let random = &mut Random::new(1);
     let mut bench = Bench::new();

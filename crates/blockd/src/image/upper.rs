@@ -56,11 +56,11 @@ fn next_of(path: &Path) -> PathBuf {
 impl Upper {
     /// Opens the upper in `directory`, finishing a seal that was cut short, or makes a new one of
     /// `size` bytes when there is none or it was never flushed before the host went down. `size` 0
-    /// is that of the upper, for a new one `inherited`. `parent` is the uuid of the layer right
-    /// below.
+    /// is that of the upper, for a new one `inherited`; a larger one grows it, for good. `parent` is the
+    /// uuid of the layer right below.
     ///
     /// # Errors
-    /// `conflict` when it belongs on another layer or has another size; `corrupt`.
+    /// `conflict` when it belongs on another layer or is larger; `corrupt`.
     pub fn open(
         files: &dyn Files,
         directory: &Path,
@@ -80,12 +80,18 @@ impl Upper {
                 ))
                 .with_hint("it was sealed meanwhile: open it with the sealed layer on top"))
             }
-            Some((upper, _)) if size != 0 && size != upper.virtual_size => {
+            Some((upper, _)) if size != 0 && size < upper.virtual_size => {
                 Err(Error::conflict(format!(
-                    "upper {}: its size is {} bytes, not {size}",
+                    "upper {}: its size is {} bytes, and it cannot shrink to {size}",
                     directory.display(),
                     upper.virtual_size
                 )))
+            }
+            Some((mut upper, map)) if size > upper.virtual_size => {
+                upper
+                    .grow(size)
+                    .context(|| format!("grow upper {}", directory.display()))?;
+                Ok((upper, map))
             }
             Some(recovered) => Ok(recovered),
             None if size == 0 && inherited == 0 => {
@@ -162,6 +168,17 @@ impl Upper {
             entries: Mutex::new(0),
             written_out: Mutex::new(0),
         })
+    }
+
+    /// Gives the image a larger size. It is the data file's header that counts, one sector of it; a
+    /// failure leaves the old size or the new one, and what was written is not touched.
+    fn grow(&mut self, size: u64) -> std::io::Result<()> {
+        for blob in [&self.data, &self.index] {
+            blob.write_at(&size.to_le_bytes(), Header::VIRTUAL_SIZE_OFFSET)?;
+            blob.sync()?;
+        }
+        self.virtual_size = size;
+        Ok(())
     }
 
     /// None: there is no upper, or none that ever held anything that counts.
