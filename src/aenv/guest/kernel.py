@@ -106,7 +106,7 @@ async def _build(work: Path, architecture: str, progress: Progress) -> None:
     release = vmlinuz.name.removeprefix("vmlinuz-")
     image = work / "vmlinux"
     image.write_bytes(await extract_elf(vmlinuz.read_bytes()))
-    names = _copy_modules(_modules_root(unpacked) / release, work / "modules")
+    names = copy_modules(modules_root(unpacked) / release, MODULES, work / "modules")
     shutil.rmtree(scratch)
 
     key = content_key(file_digest(image), [(name, file_digest(work / "modules" / name)) for name in names])
@@ -114,7 +114,7 @@ async def _build(work: Path, architecture: str, progress: Progress) -> None:
     (work / _META).write_text(json.dumps(meta, indent=1) + "\n")
 
 
-def _modules_root(unpacked: Path) -> Path:
+def modules_root(unpacked: Path) -> Path:
     """Debian 13 packages hold /usr/lib only, older ones /lib."""
     merged = unpacked / "usr/lib/modules"
     return merged if merged.is_dir() else unpacked / "lib/modules"
@@ -181,8 +181,8 @@ async def _decompress(payload: bytes) -> bytes:
     return elf
 
 
-def _copy_modules(source: Path, target: Path) -> list[str]:
-    """Copy MODULES and what they depend on, uncompressed; return the file names in load order."""
+def copy_modules(source: Path, wanted: Iterable[str], target: Path) -> list[str]:
+    """Copy the `wanted` modules and what they depend on, uncompressed; return the file names in load order."""
     available = {_module_name(path): path for path in source.rglob("*.ko*")}
     built_in = {_module_name(Path(line)) for line in (source / "modules.builtin").read_text().split()}
     target.mkdir()
@@ -202,8 +202,8 @@ def _copy_modules(source: Path, target: Path) -> list[str]:
         (target / file_name).write_bytes(module)
         order.append(file_name)
 
-    for wanted in MODULES:
-        add(wanted)
+    for name in wanted:
+        add(name)
     return order
 
 
