@@ -76,6 +76,8 @@ impl Error {
                 Code::Io,
                 "the directory must be writable by the uid blockd runs as",
             ),
+            // Of content that is not what its wrapping says.
+            _ if cause.kind() == io::ErrorKind::InvalidData => (Code::Corrupt, ""),
             _ => (Code::Io, ""),
         };
         Self {

@@ -3,12 +3,14 @@
 //! The API is docs/protocols/blockd.md, the file format docs/formats/lsmt.md. From the bottom up:
 //!
 //! * `format`: layout and arithmetic, no I/O; `backend`: files, replaceable in tests.
+//! * `content`: what is in a file, out of its tar and zfile wrappings.
 //! * `layer`: sealed layers and stacks, and how they are made; `memory`: layers of guest memory.
 //! * `image`: disks and memory files, and the table of what is open.
 //! * `export`: the file system and its mount; `server`: HTTP on a unix socket.
 //! * `main`, `process`: start and end.
 
 mod backend;
+mod content;
 mod error;
 mod export;
 mod format;

@@ -3,6 +3,7 @@
 //!
 //! Source: docs/formats/lsmt.md.
 
+use crate::format::crc;
 use crate::uuid::Uuid;
 
 pub const SECTOR: u64 = 512;
@@ -298,13 +299,9 @@ impl Watermark {
     }
 }
 
-/// CRC-32C (Castagnoli) with the usual inversions; for a few dozen bytes, so bit by bit.
+/// CRC-32C with the usual inversions.
 fn crc32c(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(!0, |crc: u32, byte| {
-        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
-            (crc >> 1) ^ (0x82f6_3b78 & 0u32.wrapping_sub(crc & 1))
-        })
-    })
+    !crc::raw(!0, bytes)
 }
 
 pub const fn round_up(value: u64, multiple: u64) -> u64 {

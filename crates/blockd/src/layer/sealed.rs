@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use crate::backend::{Blob, Files, Identity, Mode};
+use crate::content;
 use crate::error::{Context, Error, Result};
 use crate::format::lsmt::{
     BLOCK, ENTRY, Entry, FIRST_DATA_SECTOR, Header, MAX_SECTOR, MAX_VIRTUAL_SIZE, Role, SECTOR,
@@ -22,11 +23,13 @@ const INDEX_CHUNK: u64 = 1 << 20;
 /// A sealed layer, open. Immutable.
 pub struct Layer {
     pub path: PathBuf,
+    /// The content of the file, out of its wrappings.
     pub blob: Arc<dyn Blob>,
     /// Sorted and disjoint, tags zero; data within the file.
     pub index: Vec<Entry>,
     /// Bytes.
     pub virtual_size: u64,
+    /// Of the file, wrappings included.
     pub size_bytes: u64,
     pub uuid: Option<Uuid>,
     /// Set once the file and its name are known to be on stable storage.
@@ -59,8 +62,11 @@ impl Layer {
         let blob = files
             .open(path, Mode::Read)
             .context(|| format!("open layer {}", path.display()))?;
-        let (trailer, size_bytes) = read_trailer(&*blob, path)?;
-        let index = read_index(&*blob, &trailer, size_bytes, path)?;
+        let what = || format!("layer {}", path.display());
+        let size_bytes = blob.len().context(what)?;
+        let blob = content::unwrap(blob).context(what)?;
+        let (trailer, length) = read_trailer(&*blob, path)?;
+        let index = read_index(&*blob, &trailer, length, path)?;
         Ok(Self {
             path: path.to_owned(),
             blob,
