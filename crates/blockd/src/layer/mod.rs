@@ -1,5 +1,6 @@
 //! Sealed layers and stacks of them: opening, reading, making. Knows nothing of disks, VMs or exports.
 
+pub mod compact;
 pub mod import;
 pub mod index;
 pub mod sealed;

@@ -66,6 +66,11 @@ impl Stack {
         &self.layers
     }
 
+    /// The entries of all layers, sorted and disjoint; a tag is the number of a layer.
+    pub fn merged(&self) -> &[Entry] {
+        &self.merged
+    }
+
     pub fn paths(&self) -> Vec<PathBuf> {
         self.layers.iter().map(|layer| layer.path.clone()).collect()
     }

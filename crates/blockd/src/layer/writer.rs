@@ -60,6 +60,21 @@ impl LayerWriter {
         Ok(writer)
     }
 
+    /// Another uuid than the random one; before anything is appended.
+    pub fn set_uuid(&mut self, uuid: Uuid) -> Result<()> {
+        self.uuid = uuid;
+        self.write(&self.header(Role::SealedHeader, 0, 0), 0)
+    }
+
+    /// Waits until the last `length` bytes appended are on their way to the disk. No durability
+    /// promise.
+    pub fn write_out(&self, length: u64) -> Result<()> {
+        let end = self.next.load(Ordering::Relaxed) * SECTOR;
+        self.blob
+            .write_out(end - length, length, true)
+            .context(|| format!("write layer {}", self.path.display()))
+    }
+
     /// Stores `data`, whole sectors. Its `entries` give physical sectors relative to the start of
     /// `data`; ranges of different calls must not overlap.
     pub fn append(&self, data: &[u8], entries: &[Entry]) -> Result<()> {

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 
 use crate::error::{Code, Error, Result};
 use crate::image::table::{Images, OpenRequest, check_paths};
+use crate::layer::compact::{CompactRequest, compact};
 use crate::layer::import::{DiffRequest, RawRequest, import_diff, import_raw};
 use crate::layer::writer::Written;
 use crate::memory::capture::{CaptureRequest, capture};
@@ -156,6 +157,17 @@ impl Api {
                     "size_bytes": written.size_bytes,
                     "virtual_size": virtual_size,
                     "uuid": written.uuid.to_string(),
+                }))
+            }
+            ("POST", ["layers", "compact"]) => {
+                let request: CompactRequest = parse(body)?;
+                check_paths(request.layers.iter().chain([&request.layer]))?;
+                let done = compact(self.images.store(), &request)?;
+                answer(json!({
+                    "path": done.written.path,
+                    "size_bytes": done.written.size_bytes,
+                    "before_bytes": done.before_bytes,
+                    "uuid": done.written.uuid.to_string(),
                 }))
             }
             ("POST", ["layers", "sync"]) => {
